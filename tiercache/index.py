@@ -1,0 +1,309 @@
+"""PrefixIndex: a radix tree over prompts whose edges are runs of blocks.
+
+One memory compare per node on the way down. A node splits only where two prompts diverge; slots are named by number
+everywhere else, so a split under a running job is harmless. Everything per block is an array over the node's run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sortedcontainers import SortedList
+
+from tiercache.slots import SlotTable
+from tiercache.types import Floats, Idents, Uses
+
+__all__ = ["Node", "Path", "PrefixIndex", "Walk"]
+
+ABSENT = -1
+_APPEND_LIMIT = 4096
+"""Blocks up to which a leaf's run grows in place; bounds what one append copies."""
+_SCAN_LIMIT = 16
+"""Children up to which the one with the longest common prefix is found by a scan; beyond, in a sorted list."""
+
+
+class Node:
+    """A run of n blocks. Arrays may be longer than n until they are compacted; only the first n count."""
+
+    __slots__ = (
+        "children",
+        "depth",
+        "exits",
+        "filed",
+        "held",
+        "id",
+        "idents",
+        "kids",
+        "last_use",
+        "n",
+        "order",
+        "parent",
+        "partial",
+        "run",
+        "slots",
+        "uses",
+    )
+
+    def __init__(self, node_id: int, parent: Node | None, depth: int, run: bytes, idents: Idents, levels: int) -> None:
+        n = len(idents)
+        self.id = node_id
+        self.parent = parent
+        self.depth = depth
+        """Blocks on the path before this run."""
+        self.children: dict[bytes, Node] = {}
+        self.order: Any = None
+        """First symbols of the children, sorted; only when there are many."""
+        self.run = run
+        self.n = n
+        self.idents = idents
+        self.slots: NDArray[np.int32] = np.full((levels, n), ABSENT, dtype=np.int32)
+        self.last_use: Floats = np.zeros(n)
+        self.uses: Uses = np.zeros(n, dtype=np.uint32)
+        self.held = [0] * levels
+        """Blocks of this run that have a slot, per level."""
+        self.kids = [0] * levels
+        """Children in whose subtree some block has a slot, per level."""
+        self.partial = False
+        """The last block is a partial tail: matches whole only, has no children, is never demoted."""
+        self.exits = 0
+        """Lookups that left the cached path within or right after this run."""
+        self.filed: list[tuple[bool, tuple[float, int, int]] | None] = [None] * levels
+        """Where the eviction order files this node: (droppable at once, key), per level."""
+
+    def __repr__(self) -> str:
+        return f"Node(id={self.id}, blocks {self.depth}..{self.depth + self.n}, held={self.held}, kids={self.kids})"
+
+
+Path = list[tuple[Node, int]]
+"""Nodes from the root down, each with how many of its blocks belong to the path (at least 1)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Walk:
+    """How far a prompt follows the tree. Valid until the tree changes."""
+
+    path: Path
+    blocks: int
+    """Whole blocks of the prompt on the path."""
+    words: int
+    """Leading int32 words (tokens, for raw symbols of full width) that some cached path shares with the prompt."""
+
+
+class PrefixIndex:
+    """Radix tree over symbols of `width` bytes (a multiple of 4), with a slot per block and level.
+
+    Complexities: n blocks on a path of k nodes. It knows of slots only what a split must rewrite.
+    """
+
+    def __init__(self, width: int, tables: Sequence[SlotTable]) -> None:
+        assert width > 0 and width % 4 == 0
+        self.width = width
+        self.tables = tables
+        self.nodes: dict[int, Node] = {}
+        self._next_id = 0
+        self._free_ids: list[int] = []
+        self.root = Node(-1, None, 0, b"", np.zeros(0, dtype=np.uint64), len(tables))
+        self.blocks = 0
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def walk(self, symbols: bytes, n: int, tail: bytes = b"") -> Walk:
+        """Follow a prompt of n symbols. `tail` (raw words after the last whole symbol) only sharpens `words`.
+
+        O(k) compares; mutates nothing.
+        """
+        width, node, at, path = self.width, self.root, 0, []
+        words = -1
+        while at < n:
+            child = node.children.get(symbols[at * width : (at + 1) * width])
+            if child is None:
+                break
+            if symbols.startswith(child.run, at * width):
+                take = child.n
+            else:
+                same = _common_words(symbols, at * width, child.run, min(child.n, n - at) * width)
+                take = same * 4 // width
+                if take < child.n:
+                    path.append((child, take))
+                    at += take
+                    left = child.run[take * width : child.n * width]
+                    words = at * width // 4 + _shared_words(symbols[at * width : (at + 1) * width] or tail, left)
+                    break
+            path.append((child, take))
+            at += take
+            node = child
+        if words < 0:
+            rest = symbols[at * width : (at + 1) * width] or tail
+            words = at * width // 4 + (self._closest_child_words(node, rest) if rest else 0)
+        return Walk(path, at, words)
+
+    def _closest_child_words(self, node: Node, rest: bytes) -> int:
+        """Longest common prefix, in words, of `rest` with the first symbol of any child."""
+        if node.order is None:
+            return max((_shared_words(rest, first) for first in node.children), default=0)
+        at = node.order.bisect_left(rest)
+        near = node.order[max(0, at - 1) : at + 1]
+        return max((_shared_words(rest, first) for first in near), default=0)
+
+    def gather(self, path: Path) -> NDArray[np.int32]:
+        """Slots `int32[levels, blocks]` along a path (a copy)."""
+        if len(path) == 1:
+            node, take = path[0]
+            return node.slots[:, :take].copy()
+        if not path:
+            return np.empty((len(self.tables), 0), dtype=np.int32)
+        return np.concatenate([node.slots[:, :take] for node, take in path], axis=1)
+
+    def walk_nodes(self) -> Iterator[Node]:
+        """Every node, in no particular order. Do not change the tree meanwhile."""
+        return iter(self.nodes.values())
+
+    # -- changing -----------------------------------------------------------------------------------------------
+
+    def extend(self, path: Path, symbols: bytes, idents: Idents, partial: bool) -> tuple[Node, int]:
+        """Add a run of new blocks under the end of `path`; they have no slots yet.
+
+        Splits the last node where the path ends inside it; `path` is then corrected in place. A leaf that ends
+        there grows instead of getting a child. Returns (node, position of the first new block in it).
+        """
+        if path:
+            last, take = path[-1]
+            if take < last.n:
+                last = self.split(last, take)
+                path[-1] = (last, take)
+            if not last.children and not last.partial and last.n + len(idents) <= _APPEND_LIMIT:
+                return last, self._append(last, symbols, idents, partial)
+            parent = last
+        else:
+            parent = self.root
+        node = self._new_node(parent, parent.depth + parent.n, symbols, idents)
+        node.partial = partial
+        self._adopt(parent, node)
+        self.blocks += node.n
+        return node, 0
+
+    def split(self, node: Node, at: int) -> Node:
+        """Cut a run in two; the first `at` blocks become a new node above, which is returned. O(n), arrays copied."""
+        assert 0 < at < node.n
+        width, parent = self.width, node.parent
+        assert parent is not None
+        head = self._new_node(parent, node.depth, node.run[: at * width], node.idents[:at].copy())
+        head.slots = node.slots[:, :at].copy()
+        head.last_use, head.uses = node.last_use[:at].copy(), node.uses[:at].copy()
+        parent.children[head.run[:width]] = head
+        node.run = node.run[at * width : node.n * width]
+        node.idents = node.idents[at : node.n].copy()
+        node.slots = node.slots[:, at : node.n].copy()
+        node.last_use, node.uses = node.last_use[at : node.n].copy(), node.uses[at : node.n].copy()
+        node.n -= at
+        node.depth += at
+        node.parent = head
+        head.children[node.run[:width]] = node
+        for level, table in enumerate(self.tables):
+            mine = head.slots[level]
+            mine = mine[mine >= 0]
+            table.owner[mine] = head.id
+            rest = node.slots[level]
+            table.pos[rest[rest >= 0]] -= at
+            head.held[level] = len(mine)
+            node.held[level] -= len(mine)
+            head.kids[level] = int(node.held[level] > 0 or node.kids[level] > 0)
+        return head
+
+    def trim(self, node: Node) -> bool:
+        """Cut off trailing blocks that have no slot anywhere; remove the node when none is left.
+
+        Only where no child hangs below. Amortised O(1) per block. Returns True when the node is gone.
+        """
+        if node.children or node.parent is None:
+            return False
+        keep = node.n
+        while keep and (node.slots[:, keep - 1] < 0).all():
+            keep -= 1
+        self.blocks -= node.n - keep
+        if keep < node.n:
+            node.n = keep
+            node.partial = False
+        if keep == 0:
+            self._remove(node)
+            return True
+        if keep * 2 < node.slots.shape[1]:
+            node.run = node.run[: keep * self.width]
+            node.idents, node.slots = node.idents[:keep].copy(), node.slots[:, :keep].copy()
+            node.last_use, node.uses = node.last_use[:keep].copy(), node.uses[:keep].copy()
+        return False
+
+    def attach_run(self, parent: Node, symbols: bytes, idents: Idents) -> Node:
+        """Add a run as a child of `parent` (recovery: the runs are known to be maximal)."""
+        node = self._new_node(parent, parent.depth + parent.n, symbols, idents)
+        self._adopt(parent, node)
+        self.blocks += node.n
+        return node
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _append(self, node: Node, symbols: bytes, idents: Idents, partial: bool) -> int:
+        at, n = node.n, len(idents)
+        node.run = node.run[: at * self.width] + symbols
+        node.idents = np.concatenate((node.idents[:at], idents))
+        absent = np.full((len(self.tables), n), ABSENT, dtype=np.int32)
+        node.slots = np.concatenate((node.slots[:, :at], absent), axis=1)
+        node.last_use = np.concatenate((node.last_use[:at], np.zeros(n)))
+        node.uses = np.concatenate((node.uses[:at], np.zeros(n, dtype=np.uint32)))
+        node.n = at + n
+        node.partial = partial
+        self.blocks += n
+        return at
+
+    def _new_node(self, parent: Node, depth: int, run: bytes, idents: Idents) -> Node:
+        if self._free_ids:
+            node_id = self._free_ids.pop()
+        else:
+            node_id = self._next_id
+            self._next_id += 1
+        node = Node(node_id, parent, depth, run, idents, len(self.tables))
+        self.nodes[node_id] = node
+        return node
+
+    def _adopt(self, parent: Node, node: Node) -> None:
+        first = node.run[: self.width]
+        assert first not in parent.children
+        parent.children[first] = node
+        if parent.order is not None:
+            parent.order.add(first)
+        elif len(parent.children) > _SCAN_LIMIT:
+            parent.order = SortedList(parent.children)
+
+    def _remove(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None and not any(node.held) and not any(node.kids)
+        first = node.run[: self.width]
+        del parent.children[first]
+        if parent.order is not None:
+            parent.order.remove(first)
+        del self.nodes[node.id]
+        self._free_ids.append(node.id)
+        node.parent = None
+
+
+def _common_words(symbols: bytes, offset: int, run: bytes, nbytes: int) -> int:
+    """Leading int32 words in which `symbols[offset:]` and `run` agree, looking at `nbytes` bytes at most."""
+    count = nbytes // 4
+    ours = np.frombuffer(symbols, dtype=np.int32, count=count, offset=offset)
+    theirs = np.frombuffer(run, dtype=np.int32, count=count)
+    differ = ours != theirs
+    first = int(differ.argmax()) if count else 0
+    return first if count and differ[first] else count
+
+
+def _shared_words(a: bytes, b: bytes) -> int:
+    """Leading int32 words that two short byte strings share."""
+    size = min(len(a), len(b)) // 4 * 4
+    if a[:size] == b[:size]:
+        return size // 4
+    differ = int.from_bytes(a[:size], "little") ^ int.from_bytes(b[:size], "little")
+    return ((differ & -differ).bit_length() - 1) // 32

@@ -1,0 +1,152 @@
+"""The rules that always hold, verified from scratch. Slow; used by `TieredKVCache.check` and after every test step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tiercache.index import Node
+from tiercache.planner.loads import Loads
+from tiercache.planner.state import PlannerState
+from tiercache.slots import NO_OWNER, SlotState
+from tiercache.types import CALLER, Slots
+
+__all__ = ["check_state"]
+
+
+def check_state(state: PlannerState, loads: Loads) -> list[str]:
+    """Every broken rule found: slots, pins, tree, residency, credits. The caller has filed all stale nodes."""
+    broken: list[str] = []
+    broken += _check_slots(state)
+    broken += _check_pins(state, loads)
+    broken += _check_tree(state)
+    broken += _check_residency(state)
+    broken += _check_credits(state, loads)
+    return broken
+
+
+def _check_slots(state: PlannerState) -> Iterator[str]:
+    for level, table in enumerate(state.residency.tables):
+        name = state.specs[level].name
+        counts = np.bincount(table.state, minlength=len(SlotState))
+        if counts[SlotState.FREE] != table.free or counts[SlotState.LOST] != table.lost:
+            yield f"{name}: {counts[SlotState.FREE]} free slots, {table.free} counted; lost likewise"
+        if len(set(table._stack[: table.free].tolist())) != table.free:
+            yield f"{name}: a slot is on the free stack twice"
+        if (table.state[table._stack[: table.free]] != SlotState.FREE).any():
+            yield f"{name}: a slot on the free stack is not free"
+        owned = table.owner != NO_OWNER
+        may_own = np.isin(table.state, (SlotState.WRITING, SlotState.RESIDENT, SlotState.BAD))
+        if (owned != may_own).any():
+            yield f"{name}: {int((owned != may_own).sum())} slots are owned in a state without owner, or the reverse"
+        idle = np.isin(table.state, (SlotState.DETACHED, SlotState.LOST, SlotState.WRITING)) & (table.pins == 0)
+        if idle.any():
+            yield f"{name}: {int(idle.sum())} slots wait for a job that does not exist"
+        for slot in np.flatnonzero(owned).tolist():
+            node = state.residency.index.nodes.get(int(table.owner[slot]))
+            at = int(table.pos[slot])
+            if node is None or at >= node.n or int(node.slots[level, at]) != slot:
+                yield f"{name}: slot {slot} says it is block {at} of node {int(table.owner[slot])}, which disagrees"
+
+
+def _ends(state: PlannerState, loads: Loads) -> Iterator[tuple[int, Slots]]:
+    """Everything that should hold a pin."""
+    for flight in state.jobs.values():
+        yield from state.ends(flight.job)
+    for load in loads.open.values():
+        if not load.endpoint:
+            yield 0, load.slots
+        for segment in load.segments:
+            yield segment.source, segment.src
+            if segment.also is not None:
+                yield segment.also[0], segment.also[1][segment.also[1] >= 0]
+    yield from state.pinned
+
+
+def _check_pins(state: PlannerState, loads: Loads) -> Iterator[str]:
+    expected = [np.zeros(spec.capacity, dtype=np.int32) for spec in state.specs]
+    for level, slots in _ends(state, loads):
+        np.add.at(expected[level], slots, 1)
+    for level, table in enumerate(state.residency.tables):
+        if (expected[level] != table.pins).any():
+            slot = int(np.flatnonzero(expected[level] != table.pins)[0])
+            yield f"{state.specs[level].name}: slot {slot} has {table.pins[slot]} pins, {expected[level][slot]} users"
+
+
+def _check_tree(state: PlannerState) -> Iterator[str]:
+    index, blocks = state.residency.index, 0
+    for node_id, node in index.nodes.items():
+        blocks += node.n
+        width = state.residency.width
+        if node.id != node_id or node.n == 0 or node.parent is None:
+            yield f"node {node_id} is misfiled, empty or an orphan"
+            continue
+        if node.parent.children.get(node.run[:width]) is not node:
+            yield f"node {node_id} is not a child of its parent"
+        if node.depth != node.parent.depth + node.parent.n or node.parent.partial:
+            yield f"node {node_id}: wrong depth, or its parent is a partial block"
+        if node.parent.order is not None and list(node.parent.order) != sorted(node.parent.children):
+            yield f"node {node.parent.id}: sorted children differ from children"
+        if min(len(node.run) // width, len(node.idents), node.slots.shape[1], len(node.last_use)) < node.n:
+            yield f"node {node_id}: an array is shorter than its run"
+        for level in range(state.residency.levels):
+            row = node.slots[level, : node.n]
+            if node.held[level] != int((row >= 0).sum()):
+                yield f"node {node_id}: held[{level}] = {node.held[level]}, has {int((row >= 0).sum())}"
+            kids = sum(child.held[level] > 0 or child.kids[level] > 0 for child in node.children.values())
+            if kids != node.kids[level]:
+                yield f"node {node_id}: kids[{level}] = {node.kids[level]}, has {kids}"
+            owned = row[row >= 0]
+            if (state.residency.tables[level].owner[owned] != node_id).any():
+                yield f"node {node_id}: a slot of level {level} names another owner"
+    if blocks != index.blocks:
+        yield f"the index counts {index.blocks} blocks and has {blocks}"
+
+
+def _check_residency(state: PlannerState) -> Iterator[str]:
+    for node in state.residency.index.nodes.values():
+        if (node.slots[:, : node.n] < 0).all(axis=0).any():
+            yield f"node {node.id}: a block is in the tree and on no level"
+        for level, spec in enumerate(state.specs):
+            if spec.persistent and not _closed(node, level):
+                yield f"node {node.id}: {spec.name} holds a block without its parent"
+
+
+def _closed(node: Node, level: int) -> bool:
+    """Does this level hold, with each block of the run, the block before it?"""
+    there = node.slots[level, : node.n] >= 0
+    if not there.any():
+        return True
+    inside = bool(there[: int(there.sum())].all())
+    above = node.parent
+    return inside and (above is None or above.parent is None or bool(above.slots[level, above.n - 1] >= 0))
+
+
+def _check_credits(state: PlannerState, loads: Loads) -> Iterator[str]:
+    levels = range(len(state.specs))
+    jobs, delayed, lost = [0 for _ in levels], [0 for _ in levels], [0 for _ in levels]
+    inbound, outbound, held = [0 for _ in levels], [0 for _ in levels], [0 for _ in levels]
+    for flight in state.jobs.values():
+        job, slower = flight.job, max(flight.job.src_level, flight.job.dst_level)
+        lost[slower] += flight.overdue
+        if flight.delayed:
+            delayed[job.src_level] += job.n
+            continue
+        jobs[slower] += 1
+        if job.src_level != CALLER:
+            outbound[job.src_level] += job.n
+        if job.dst_level != CALLER:
+            inbound[job.dst_level] += job.n
+        if job.also_slots is not None:
+            inbound[job.also_level] += int((job.also_slots >= 0).sum())
+    for load in loads.open.values():
+        held[0] += len(load.slots)
+    for level, slots in state.pinned:
+        held[level] += len(slots)
+    for level in levels:
+        credit = state.credits[level]
+        found = (credit.jobs, credit.delayed, credit.lost_jobs, credit.inbound, credit.outbound, credit.held)
+        right = (jobs[level], delayed[level], lost[level], inbound[level], outbound[level], held[level])
+        if found != right:
+            yield f"{state.specs[level].name}: credits {found}, in flight {right} (jobs, delayed, lost, in, out, held)"

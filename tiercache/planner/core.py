@@ -1,0 +1,323 @@
+"""Planner: the control plane. It decides; it moves no byte, does no I/O, has no thread and no clock.
+
+Every method is called under one lock of the caller's, with `now` in wall-clock seconds where time matters. What the
+mover must do collects in the outbox (`take_messages`); what the mover reports goes into `commit`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tiercache.index import Path, Walk
+from tiercache.keys import root_ident
+from tiercache.planner.check import check_state
+from tiercache.planner.counters import LevelCounters, PlannerCounters
+from tiercache.planner.demotion import Demotion
+from tiercache.planner.loads import Load, Loads
+from tiercache.planner.recovery import restore
+from tiercache.planner.results import Outcome, Results
+from tiercache.planner.room import Room
+from tiercache.planner.state import Limits, PlannerState
+from tiercache.planner.stores import StorePlan, Stores
+from tiercache.planner.victims import Victims
+from tiercache.planner.writes import Writes
+from tiercache.policy import Policy
+from tiercache.residency import Residency
+from tiercache.slots import SlotState
+from tiercache.types import LevelSpec, MoverMessage, NewEpoch, NoteUse, PlannerMessage, Recovered, Slots
+
+__all__ = ["Found", "Outcome", "Planner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a lookup found. Valid as a description; a load shortens it if blocks are gone by then."""
+
+    blocks: int
+    by_level: tuple[int, ...]
+    """Of `blocks`, how many are fastest on each level."""
+    pending: int
+    """Following blocks whose only copy is in flight."""
+    words: int
+    """Leading int32 words of the prompt that lie on some cached path."""
+    load_s: float
+    """Estimate from measured rates; 0 where nothing was measured yet."""
+
+
+class Planner:
+    """See the module; the parts are `Loads`, `Stores`, `Demotion`, over one `PlannerState`."""
+
+    def __init__(
+        self,
+        specs: Sequence[LevelSpec],
+        width: int,
+        policy: Policy,
+        *,
+        namespace_digest: bytes = b"",
+        epoch: bytes = b"",
+        exclusive: bool | None = None,
+        write_after_s: float | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """specs: the levels, fastest first. width: bytes of a symbol. exclusive: None decides per level, by size:
+        a block promoted from a level of under five times the capacity leaves that one."""
+        self._namespace_digest = namespace_digest
+        small = [b.capacity < 5 * a.capacity for a, b in itertools.pairwise(specs)] + [False]
+        rule = tuple(small if exclusive is None else [exclusive] * (len(specs) - 1) + [False])
+        self.state = PlannerState(
+            Residency(specs, width),
+            policy,
+            epoch,
+            root_ident(namespace_digest, epoch),
+            limits or Limits(),
+            rule,
+            write_after_s,
+        )
+        self.victims = Victims(self.state)
+        self.room = Room(self.state, self.victims)
+        self.writes = Writes(self.state, self.room)
+        self.demotion = Demotion(self.state, self.victims, self.room, self.writes)
+        self.loads = Loads(self.state, self.demotion)
+        self.stores = Stores(self.state, self.demotion)
+        self.results = Results(self.state, self.loads, self.stores, self.demotion)
+
+    @property
+    def epoch(self) -> bytes:
+        """The epoch that blocks belong to."""
+        return self.state.epoch
+
+    @property
+    def levels(self) -> Sequence[LevelSpec]:
+        """The levels, fastest first."""
+        return self.state.specs
+
+    # -- asking -------------------------------------------------------------------------------------------------
+
+    def lookup(self, symbols: bytes, n: int, now: float, tail: bytes = b"") -> Found:
+        """How many leading blocks of a prompt have a readable copy. Mutates statistics only."""
+        state, residency = self.state, self.state.residency
+        state.now = now
+        walk = residency.index.walk(symbols, n, tail)
+        states = residency.states(residency.index.gather(walk.path))
+        best = residency.best_level(states, state.online_levels())
+        missing = best < 0
+        blocks = int(missing.argmax()) if missing.any() else len(best)
+        after = (states[:, blocks:] == SlotState.WRITING).any(axis=0)
+        pending = int(np.argmin(after)) if not after.all() else len(after)
+        by_level = tuple(np.bincount(best[:blocks], minlength=residency.levels).tolist())
+        state.totals.lookups += 1
+        state.totals.lookup_blocks += n
+        state.totals.found_blocks += blocks
+        if walk.path and walk.blocks < n:
+            walk.path[-1][0].exits += 1
+        return Found(blocks, by_level, pending, walk.words, self._estimate(by_level))
+
+    def _estimate(self, by_level: Sequence[int]) -> float:
+        total = 0.0
+        for level, blocks in enumerate(by_level):
+            rate = self.state.read_rate[level]
+            if rate:
+                queued = self.state.credits[level].outbound
+                total += (blocks + queued * (blocks > 0)) * self.levels[level].block_nbytes / rate
+        return total
+
+    # -- verbs --------------------------------------------------------------------------------------------------
+
+    def plan_load(self, symbols: bytes, want: int, epoch: bytes, now: float, endpoint: int = 0) -> Load:
+        """Bring up to `want` leading blocks to level 0, or into the caller rows `endpoint`; touches the path."""
+        self.state.now = now
+        walk = self._walk(symbols, want, epoch)
+        load = self.loads.plan(walk.path, want, endpoint)
+        if load.blocks:
+            self._touch(self._shorten(walk.path, load.blocks))
+        self.demotion.tend()
+        return load
+
+    def release_load(self, load: Load, now: float) -> None:
+        """End the hold of a load that is done."""
+        self.state.now = now
+        self.loads.release(load)
+
+    def plan_store(
+        self, symbols: bytes, n: int, start: int, epoch: bytes, now: float, endpoint: int, partial: bool = False
+    ) -> StorePlan:
+        """Take blocks `[start, n)` of a prompt, whose rows are `endpoint`; touches the path. Tends when it is cut."""
+        self.state.now = now
+        if epoch != self.state.epoch:
+            self.state.totals.stale_epoch += 1
+            plan = StorePlan(0, 0, "stale_epoch")
+        else:
+            walk = self.state.residency.index.walk(symbols, n)
+            plan = self.stores.plan(walk, symbols, n, start, endpoint, partial)
+            if plan.end:
+                self._touch(self.state.residency.index.walk(symbols, plan.end).path)
+        totals = self.state.totals
+        totals.stores += 1
+        totals.store_blocks_accepted += plan.accepted
+        totals.store_blocks_present += plan.present
+        if plan.reason:
+            totals.stores_cut[plan.reason] = totals.stores_cut.get(plan.reason, 0) + 1
+        self.demotion.tend()
+        return plan
+
+    def touch(self, symbols: bytes, n: int, epoch: bytes, now: float) -> int:
+        """A request used the first n blocks of this prompt (an engine's own HBM hit, say). Returns blocks touched."""
+        self.state.now = now
+        walk = self._walk(symbols, n, epoch)
+        self._touch(walk.path)
+        return walk.blocks
+
+    def release(self, symbols: bytes, n: int, now: float) -> int:
+        """This conversation ended: what only its path uses goes to the cold end. Returns blocks moved."""
+        self.state.now = now
+        path, moved = self.state.residency.index.walk(symbols, n).path, 0
+        for i in range(len(path) - 1, -1, -1):
+            node, take = path[i]
+            alone = take == node.n and len(node.children) == (1 if i < len(path) - 1 else 0)
+            if not alone:
+                break
+            node.last_use[: node.n] = -np.inf
+            self.state.residency.stale[node] = None
+            moved += node.n
+        return moved
+
+    def tend(self, now: float) -> None:
+        """Make room ahead of need, submit what waits for credits."""
+        self.state.now = now
+        self.loads.pump()
+        self.demotion.tend()
+
+    def drain(self, now: float) -> int:
+        """Queue everything that the last level lacks, most reusable first, and start all delayed writes.
+        Returns how many blocks were queued."""
+        self.state.now = now
+        queued = self.demotion.queue_all()
+        self.demotion.expedite_all()
+        self.demotion.tend()
+        return queued
+
+    def pin(self, symbols: bytes, n: int, epoch: bytes, now: float) -> list[tuple[int, Slots]]:
+        """Hold the readable blocks of a prompt where they are; returns (level, slots) for `unpin`, within bounds."""
+        self.state.now = now
+        state, residency = self.state, self.state.residency
+        gathered = residency.index.gather(self._walk(symbols, n, epoch).path)
+        best = residency.best_level(residency.states(gathered), state.online_levels())
+        held = []
+        for level in range(residency.levels):
+            slots = gathered[level, best == level][: state.hold_room(level)].astype(np.int32)
+            if len(slots):
+                state.hold(level, slots)
+                held.append((level, slots))
+        self.state.pinned.extend(held)
+        return held
+
+    def unpin(self, held: Sequence[tuple[int, Slots]], now: float) -> None:
+        """End a hold of `pin`."""
+        self.state.now = now
+        mine = {id(slots) for _, slots in held}
+        self.state.pinned = [each for each in self.state.pinned if id(each[1]) not in mine]
+        for level, slots in held:
+            self.state.let_go(level, slots)
+
+    def invalidate(self, symbols: bytes, n: int, now: float) -> int:
+        """Drop the last block of this prefix and all that continues it (n = 0: everything). Returns blocks dropped.
+        Cost proportional to what is dropped."""
+        self.state.now = now
+        index, dropped = self.state.residency.index, 0
+        if n == 0:
+            for node in list(index.root.children.values()):
+                dropped += self.room.take_away(node, 0)
+            return dropped
+        walk = index.walk(symbols, n)
+        if walk.blocks < n:
+            return 0
+        node, take = walk.path[-1]
+        return self.room.take_away(node, take - 1)
+
+    def new_epoch(self, epoch: bytes, now: float) -> list[Load]:
+        """Everything cached belongs to other weights now: forget it all. Returns loads that end by it, empty."""
+        state = self.state
+        state.now = now
+        for flight in state.jobs.values():
+            flight.stale = True
+        ended = self.loads.end_all()
+        for level, table in enumerate(state.residency.tables):
+            state.counters[level].detached += len(table.clear())
+        state.residency.forget_tree()
+        self.victims.clear()
+        state.unwritten.clear()
+        state.epoch = epoch
+        state.root_ident = root_ident(self._namespace_digest, epoch)
+        state.outbox.append(NewEpoch(epoch))
+        return ended
+
+    # -- what the mover says ------------------------------------------------------------------------------------
+
+    def commit(self, message: PlannerMessage, now: float) -> Outcome:
+        """Take over what the mover reports; then tend."""
+        self.state.now = now
+        outcome = self.results.take(message)
+        self.loads.pump()
+        self.demotion.tend()
+        return outcome
+
+    # -- the rest -----------------------------------------------------------------------------------------------
+
+    def restore(self, recovered: Recovered) -> None:
+        """Take over what the persistent level held when it was opened. Only on a planner that holds nothing."""
+        restore(self.state, recovered)
+
+    def take_messages(self) -> list[MoverMessage]:
+        """What the mover must do, in order; empties the outbox. Hand it over before the lock is released."""
+        messages, self.state.outbox = self.state.outbox, []
+        return messages
+
+    def check(self) -> list[str]:
+        """Every broken rule found, empty where all is well. O(everything); mutates nothing."""
+        self.victims.refile()
+        return check_state(self.state, self.loads)
+
+    def level_counters(self) -> list[LevelCounters]:
+        """Live counters per level."""
+        return self.state.counters
+
+    def totals(self) -> PlannerCounters:
+        """Live counters of the whole."""
+        return self.state.totals
+
+    def _walk(self, symbols: bytes, want: int, epoch: bytes) -> Walk:
+        if epoch != self.state.epoch:
+            self.state.totals.stale_epoch += 1
+            return Walk([], 0, 0)
+        return self.state.residency.index.walk(symbols, want)
+
+    @staticmethod
+    def _shorten(path: Path, blocks: int) -> Path:
+        short: Path = []
+        for node, take in path:
+            if blocks <= 0:
+                break
+            short.append((node, min(take, blocks)))
+            blocks -= take
+        return short
+
+    def _touch(self, path: Path) -> None:
+        """The whole path was used now, on every level that holds it."""
+        state, residency = self.state, self.state.residency
+        for node, take in path:
+            node.last_use[:take] = state.now
+            node.uses[:take] += 1
+            residency.stale[node] = None
+        for level, spec in enumerate(state.specs):
+            if not spec.persistent or not path:
+                continue
+            slots = residency.index.gather(path)[level]
+            uses = np.concatenate([node.uses[:take] for node, take in path])
+            there = slots >= 0
+            if there.any():
+                now = np.full(int(there.sum()), state.now)
+                state.outbox.append(NoteUse(slots[there].astype(np.int32), now, uses[there]))

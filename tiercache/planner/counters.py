@@ -1,0 +1,63 @@
+"""What the planner counts. Plain integers, read through `Planner.stats()`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["LevelCounters", "PlannerCounters"]
+
+
+@dataclass(slots=True)
+class LevelCounters:
+    """Of one level, since the planner was made. Blocks unless the name says otherwise."""
+
+    hits: int = 0
+    """Blocks that a load took from this level."""
+    written: int = 0
+    """Blocks that became resident here by a store, a demotion or a write."""
+    promoted: int = 0
+    """Blocks that became resident here by a load from below."""
+    evicted: int = 0
+    """Blocks that left this level to make room."""
+    demoted: int = 0
+    """Blocks copied from this level to a slower one."""
+    dropped_in_place: int = 0
+    """Evicted although this was the only copy and a slower level exists (no room or no way to copy it)."""
+    detached: int = 0
+    """Blocks taken away by invalidation, a new epoch or a failed parent."""
+    failed_reads: int = 0
+    failed_writes: int = 0
+    bad: int = 0
+    """Blocks found wrong when read."""
+    healed: int = 0
+    """Bad blocks written again in place."""
+    overdue_jobs: int = 0
+    lost_claims: int = 0
+    load_nbytes: int = 0
+    load_seconds: float = 0.0
+    store_nbytes: int = 0
+    store_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class PlannerCounters:
+    """Of the whole cache."""
+
+    lookups: int = 0
+    lookup_blocks: int = 0
+    """Whole blocks asked for."""
+    found_blocks: int = 0
+    """Of those, with a readable copy."""
+    loads: int = 0
+    loads_cut: int = 0
+    """Loads that took fewer blocks than their match (holds, credits, room)."""
+    loads_refused: int = 0
+    stores: int = 0
+    store_blocks_accepted: int = 0
+    store_blocks_present: int = 0
+    stores_cut: dict[str, int] = field(default_factory=dict)
+    """By reason."""
+    recovered: int = 0
+    recovered_forgotten: int = 0
+    stale_epoch: int = 0
+    """Calls and results of an earlier epoch."""

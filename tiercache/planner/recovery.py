@@ -1,0 +1,65 @@
+"""Recovery: rebuilds the tree from what the persistent level held. Runs are maximal again; O(blocks), arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.index import Node
+from tiercache.planner.state import PlannerState
+from tiercache.types import ROOT, Recovered
+
+__all__ = ["restore"]
+
+
+def restore(state: PlannerState, recovered: Recovered) -> None:
+    """Put recovered blocks into an empty planner. Their order of eviction is their last use, then leaf first."""
+    residency = state.residency
+    level = len(state.specs) - 1
+    assert state.specs[level].persistent and residency.index.blocks == 0
+    state.totals.recovered_forgotten = recovered.forgotten
+    n = len(recovered.slots)
+    if n == 0:
+        return
+    order, starts = _runs(recovered.parents)
+    symbols = np.frombuffer(recovered.symbols, dtype=np.uint8).reshape(n, residency.width)[order].tobytes()
+    slots, idents = recovered.slots[order].astype(np.int32), recovered.idents[order].copy()
+    last_use, uses = recovered.last_use[order].copy(), recovered.uses[order].copy()
+    parents = recovered.parents[order[starts]]
+    run_of = np.empty(n, dtype=np.int64)
+    bounds = [*starts.tolist(), n]
+    run_of[order] = np.repeat(np.arange(len(starts)), np.diff(bounds))
+    parent_runs = np.where(parents == ROOT, -1, run_of[parents]).tolist()
+    residency.tables[level].take_these(slots)
+    nodes: list[Node] = []
+    width, index = residency.width, residency.index
+    for i, above in enumerate(parent_runs):
+        begin, end = bounds[i], bounds[i + 1]
+        parent = index.root if above < 0 else nodes[above]
+        node = index.attach_run(parent, symbols[begin * width : end * width], idents[begin:end].copy())
+        node.last_use, node.uses = last_use[begin:end].copy(), uses[begin:end].copy()
+        residency.place(node, 0, level, slots[begin:end])
+        nodes.append(node)
+    state.totals.recovered = n
+
+
+def _runs(parents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Order blocks run by run, and where each run starts in that order.
+
+    A run goes on from a block to its child while that is the only one. Parents come before their children in the
+    input; runs come in the order of their first block, so a parent's run comes before its children's.
+    """
+    n = len(parents)
+    children = np.bincount(parents[parents >= 0], minlength=n)
+    first = (parents == ROOT) | (children[np.maximum(parents, 0)] != 1)
+    head = np.where(first, np.arange(n), parents)
+    depth = np.where(first, 0, 1)
+    while True:
+        further = head[head]
+        if (further == head).all():
+            break
+        depth = depth + depth[head]
+        head = further
+    order = np.lexsort((depth, head))
+    starts = np.flatnonzero(depth[order] == 0)
+    return order, starts

@@ -1,0 +1,189 @@
+"""Results: takes over what the mover reports. Written slots become readable, failed ones lose their block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tiercache.index import Node
+from tiercache.planner.demotion import Demotion
+from tiercache.planner.loads import Load, Loads
+from tiercache.planner.state import Flight, PlannerState
+from tiercache.planner.stores import Stores
+from tiercache.slots import SlotState
+from tiercache.types import CALLER, Bools, JobOverdue, JobResult, LostClaims, PlannerMessage, Slots
+
+__all__ = ["Outcome", "Results"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a message from the mover ended."""
+
+    loads: list[Load] = field(default_factory=list)
+    """Loads that are done."""
+    job: int = 0
+    """A job whose result came, or that is overdue (0: none)."""
+    ok: Bools | None = None
+    """Its blocks, as far as the planner took them."""
+    returned: bool = False
+    """The job's memory is no longer touched (false: overdue)."""
+
+
+class Results:
+    """See the module. Mutates slots, tree, jobs, counters, breakers."""
+
+    def __init__(self, state: PlannerState, loads: Loads, stores: Stores, demotion: Demotion) -> None:
+        self.state = state
+        self.loads = loads
+        self.stores = stores
+        self.demotion = demotion
+        self.room = demotion.room
+
+    def take(self, message: PlannerMessage) -> Outcome:
+        """Take one message over; what waits for credits is submitted by the caller afterwards."""
+        if isinstance(message, LostClaims):
+            self._lost_claims(message.slots)
+            return Outcome()
+        flight = self.state.jobs[message.job]
+        return self._overdue(flight) if isinstance(message, JobOverdue) else self._result(flight, message)
+
+    def _result(self, flight: Flight, result: JobResult) -> Outcome:
+        job, state = flight.job, self.state
+        ok = result.ok & (not flight.overdue and not flight.stale)
+        for level, slots, rows in self._destinations(flight):
+            self._settle_slots(flight, level, slots, ok[rows])
+        if not flight.stale and not flight.overdue:
+            self._count(flight, result)
+        state.finish(flight)
+        if job.kind == "load" and not flight.overdue:
+            self._after_load(flight, result)
+        elif job.kind == "store" and not flight.stale and state.write_after_s is not None:
+            self._write_later(job.dst_slots[ok])
+        loads = self.loads.came_back(flight, ok)
+        return Outcome(loads, job.id, ok, returned=True)
+
+    @staticmethod
+    def _destinations(flight: Flight) -> list[tuple[int, Slots, Bools]]:
+        """(level, slots, which blocks of the job they are) of every destination that is a level."""
+        job = flight.job
+        ends = [] if job.dst_level == CALLER else [(job.dst_level, job.dst_slots, np.ones(job.n, dtype=np.bool_))]
+        if job.also_slots is not None:
+            rows = job.also_slots >= 0
+            ends.append((job.also_level, job.also_slots[rows], rows))
+        return ends
+
+    def _settle_slots(self, flight: Flight, level: int, slots: Slots, ok: Bools) -> None:
+        """Written slots become readable; the others lose their block."""
+        table = self.state.residency.tables[level]
+        waiting = table.state[slots] == SlotState.WRITING
+        table.state[slots[waiting & ok]] = SlotState.RESIDENT
+        self._fail(flight, level, slots[waiting & ~ok])
+
+    def _fail(self, flight: Flight, level: int, slots: Slots) -> None:
+        """Slots whose bytes did not arrive. They are pinned by their job still, so they end DETACHED."""
+        state = self.state
+        if len(slots) == 0:
+            return
+        if flight.job.kind == "store":
+            self.stores.failed(slots)
+        elif state.specs[level].persistent:
+            self._leave(level, slots)
+        else:
+            for node, begin, end in state.residency.runs_of(level, slots):
+                self.room.let_go(level, state.residency.unplace(node, begin, end, level), False)
+                state.residency.trim(node)
+
+    def _leave(self, level: int, slots: Slots) -> None:
+        """Blocks leave a persistent level, and with them what hangs below them there."""
+        table = self.state.residency.tables[level]
+        for slot in slots.tolist():
+            owner = int(table.owner[slot])
+            if owner >= 0:
+                self.room.leave_level(level, self.state.residency.index.nodes[owner], int(table.pos[slot]))
+
+    def _after_load(self, flight: Flight, result: JobResult) -> None:
+        """Sources that were found wrong are marked; where promotion is exclusive, the slow copies go."""
+        job, state = flight.job, self.state
+        table = state.residency.tables[job.src_level]
+        if not result.ok.all() and result.reason in ("io", "checksum"):
+            bad = job.src_slots[~result.ok]
+            bad = bad[table.state[bad] == SlotState.RESIDENT]
+            table.state[bad] = SlotState.BAD
+            state.residency.mark_stale(job.src_level, bad)
+            state.counters[job.src_level].bad += len(bad)
+        upper = job.dst_level if job.dst_level != CALLER else job.also_level
+        if upper == CALLER or not any(state.exclusive[upper : job.src_level]):
+            return
+        for node, begin, end in reversed(state.residency.runs_of(job.src_level, job.src_slots)):
+            self._give_up_copy(job.src_level, upper, node, begin, end)
+
+    def _give_up_copy(self, level: int, upper: int, node: Node, begin: int, end: int) -> None:
+        """Exclusive promotion: drop the slow copies of a stretch from its deep end, while they are leaves there."""
+        table, above = self.state.residency.tables[level], self.state.residency.tables[upper]
+        while end > begin and node.held[level] and not node.kids[level]:
+            at, slot, fast = end - 1, int(node.slots[level, end - 1]), int(node.slots[upper, end - 1])
+            is_leaf = slot >= 0 and not (node.slots[level, end : node.n] >= 0).any()
+            if not is_leaf or table.pins[slot] or fast < 0 or above.state[fast] != SlotState.RESIDENT:
+                return
+            self.room.drop(level, node, at, end)
+            end = at
+
+    def _write_later(self, slots: Slots) -> None:
+        last = len(self.state.specs) - 1
+        if last > 0 and self.state.specs[last].persistent and self.state.write_after_s is not None:
+            self.demotion.write_later(0, slots, self.state.write_after_s)
+
+    def _overdue(self, flight: Flight) -> Outcome:
+        """The waiting ends, the hold does not: the job's slots are lost until its thread returns."""
+        job, state = flight.job, self.state
+        flight.overdue = True
+        level = max(job.src_level, job.dst_level)
+        state.credits[level].lost_jobs += 1
+        state.counters[level].overdue_jobs += 1
+        if not flight.stale:
+            state.breakers[level].failed(state.now)
+        for each, slots, _ in self._destinations(flight):
+            table = state.residency.tables[each]
+            self._fail(flight, each, slots[table.state[slots] == SlotState.WRITING])
+            table.lose(slots)
+        ok = np.zeros(job.n, dtype=np.bool_)
+        return Outcome(self.loads.came_back(flight, ok), job.id, ok)
+
+    def _lost_claims(self, slots: Slots) -> None:
+        """Claims that could not be made. A slot that got a new life meanwhile is left alone."""
+        for level, spec in enumerate(self.state.specs):
+            if spec.persistent:
+                self.state.counters[level].lost_claims += len(slots)
+                self._leave(level, slots[self.state.readable(level, slots)])
+
+    def _count(self, flight: Flight, result: JobResult) -> None:
+        """Counters, rates and breaker of a job that came back in time."""
+        job, state = flight.job, self.state
+        good, level = int(result.ok.sum()), max(job.src_level, job.dst_level)
+        breaker = state.breakers[level]
+        if good == job.n or (good and result.reason == "checksum"):
+            breaker.succeeded()
+        elif result.reason in ("io", "deadline"):
+            breaker.failed(state.now)
+        else:
+            breaker.undecided()
+        if job.kind == "load":
+            source = state.counters[job.src_level]
+            source.load_nbytes += result.nbytes
+            source.load_seconds += result.seconds
+            source.failed_reads += job.n - good
+            if job.dst_level != CALLER:
+                state.counters[job.dst_level].promoted += good
+            if result.nbytes and result.seconds > 0:
+                rate, old = result.nbytes / result.seconds, state.read_rate[job.src_level]
+                state.read_rate[job.src_level] = rate if old is None else 0.8 * old + 0.2 * rate
+            return
+        target = state.counters[job.dst_level]
+        target.written += good
+        target.store_nbytes += result.nbytes
+        target.store_seconds += result.seconds
+        target.failed_writes += job.n - good
+        if job.src_level != CALLER:
+            state.counters[job.src_level].demoted += good

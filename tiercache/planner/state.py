@@ -1,0 +1,280 @@
+"""What the parts of the planner share: residency, jobs in flight, credits, breakers, counters, the outbox."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.planner.breaker import Breaker
+from tiercache.planner.counters import LevelCounters, PlannerCounters
+from tiercache.policy import Policy
+from tiercache.residency import Residency
+from tiercache.slots import SlotState
+from tiercache.types import (
+    CALLER,
+    Bools,
+    Claims,
+    CopyJob,
+    Forget,
+    Idents,
+    JobKind,
+    LevelSpec,
+    MoverMessage,
+    Slots,
+)
+
+__all__ = ["Credits", "Flight", "Limits", "PlannerState"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds that the planner counts, per level unless said otherwise."""
+
+    jobs: int = 64
+    job_blocks: int = 64
+    """A load or a demotion of more blocks is split into jobs of this many."""
+    queued_loads: int = 256
+    read_deadline_s: float | None = 5.0
+    write_deadline_s: float | None = 30.0
+    copy_deadline_s: float | None = 30.0
+    """Of copies between memory levels and the caller."""
+
+    def in_flight_blocks(self, capacity: int) -> int:
+        """Blocks of one level under copy in one direction: a quarter of its slots, but at least one job's worth."""
+        return max(capacity // 4, min(capacity, self.job_blocks))
+
+    def held_blocks(self, capacity: int) -> int:
+        """Blocks of one level that loads and pins may hold: half of its slots, at least one."""
+        return max(1, capacity // 2)
+
+    def delayed_blocks(self, capacity: int) -> int:
+        """Blocks of one level that delayed writes may hold: half of its slots."""
+        return capacity // 2
+
+
+@dataclass(slots=True)
+class Credits:
+    """What is in flight at one level."""
+
+    jobs: int = 0
+    inbound: int = 0
+    outbound: int = 0
+    outbound_writes: int = 0
+    """Of `outbound`, blocks being copied down."""
+    held: int = 0
+    """Pins of loads, Loaded and explicit pins."""
+    delayed: int = 0
+    """Source blocks of jobs that wait for `write_after`."""
+    lost_jobs: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A job that was submitted and whose result has not come."""
+
+    job: CopyJob
+    delayed: bool = False
+    """Holds no credits."""
+    expedited: bool = False
+    owner: int = 0
+    """The load or store it belongs to, 0: none."""
+    rows_at: int = 0
+    """First row of that load or store."""
+    overdue: bool = False
+    stale: bool = False
+    """The epoch changed under it."""
+
+
+@dataclass(slots=True, eq=False)
+class PlannerState:
+    """See the module. Mutated by every part of the planner, always under the caller's one lock."""
+
+    residency: Residency
+    policy: Policy
+    epoch: bytes
+    root_ident: int
+    limits: Limits = field(default_factory=Limits)
+    exclusive: tuple[bool, ...] = ()
+    """Per level: a block promoted from the level below leaves that one (while it is a leaf there)."""
+    write_after_s: float | None = None
+    now: float = 0.0
+    jobs: dict[int, Flight] = field(default_factory=dict)
+    outbox: list[MoverMessage] = field(default_factory=list)
+    unwritten: deque[tuple[int, Slots]] = field(default_factory=deque)
+    """(level, slots) whose blocks wait for credits to be written below."""
+    pinned: list[tuple[int, Slots]] = field(default_factory=list)
+    """Explicit pins, by level."""
+    totals: PlannerCounters = field(default_factory=PlannerCounters)
+    breakers: list[Breaker] = field(init=False)
+    credits: list[Credits] = field(init=False)
+    counters: list[LevelCounters] = field(init=False)
+    read_rate: list[float | None] = field(init=False)
+    """Bytes per second of loads from each level, exponentially averaged; None: nothing seen yet."""
+    ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self) -> None:
+        n = self.residency.levels
+        self.breakers = [Breaker() for _ in range(n)]
+        self.credits = [Credits() for _ in range(n)]
+        self.counters = [LevelCounters() for _ in range(n)]
+        self.read_rate = [None] * n
+
+    @property
+    def specs(self) -> Sequence[LevelSpec]:
+        """The levels, fastest first."""
+        return self.residency.specs
+
+    # -- levels -------------------------------------------------------------------------------------------------
+
+    def online(self, level: int) -> bool:
+        """May jobs use this level now?"""
+        spec, credit = self.specs[level], self.credits[level]
+        return credit.lost_jobs < max(1, spec.pool_threads - 1) and self.breakers[level].allows(self.now)
+
+    def online_levels(self) -> list[bool]:
+        """`online` of every level."""
+        return [self.online(level) for level in range(len(self.specs))]
+
+    def level_below(self, level: int) -> int | None:
+        """The next slower level that is online, None where there is none."""
+        return next((lower for lower in range(level + 1, len(self.specs)) if self.online(lower)), None)
+
+    def is_last(self, level: int) -> bool:
+        """No slower level is configured."""
+        return level == len(self.specs) - 1
+
+    # -- jobs ---------------------------------------------------------------------------------------------------
+
+    def job_room(self, src_level: int, dst_level: int) -> int:
+        """How many blocks a new job from one level to another may have by the credits left."""
+        slower = max(src_level, dst_level)
+        if self.credits[slower].jobs >= self.limits.jobs:
+            return 0
+        room = 1 << 30
+        if src_level != CALLER:
+            bound = self.limits.in_flight_blocks(self.specs[src_level].capacity)
+            room = min(room, bound - self.credits[src_level].outbound)
+        if dst_level != CALLER:
+            bound = self.limits.in_flight_blocks(self.specs[dst_level].capacity)
+            room = min(room, bound - self.credits[dst_level].inbound)
+        return max(0, room)
+
+    def submit(
+        self,
+        kind: JobKind,
+        src: tuple[int, Slots],
+        dst: tuple[int, Slots],
+        idents: Idents,
+        *,
+        endpoint: int = 0,
+        also: tuple[int, Slots] | None = None,
+        claims: Claims | None = None,
+        delay_s: float | None = None,
+        owner: int = 0,
+        rows_at: int = 0,
+    ) -> int:
+        """Put a job into the outbox; pins its slots at every end and takes credits (none where it is delayed)."""
+        slower = max(src[0], dst[0])
+        if self.specs[slower].persistent:
+            deadline = self.limits.write_deadline_s if kind == "write" else self.limits.read_deadline_s
+        else:
+            deadline = self.limits.copy_deadline_s
+        job = CopyJob(
+            id=next(self.ids),
+            kind=kind,
+            epoch=self.epoch,
+            src_level=src[0],
+            src_slots=src[1],
+            dst_level=dst[0],
+            dst_slots=dst[1],
+            idents=idents,
+            endpoint=endpoint,
+            also_level=also[0] if also else CALLER,
+            also_slots=also[1] if also else None,
+            deadline_s=deadline,
+            start_after_s=delay_s or 0.0,
+            claims=claims,
+        )
+        flight = Flight(job, delayed=delay_s is not None, owner=owner, rows_at=rows_at)
+        self.jobs[job.id] = flight
+        self._spend(flight, 1)
+        for level, slots in self.ends(job):
+            self.residency.pin(level, slots)
+        self.breakers[slower].started()
+        self.outbox.append(job)
+        return job.id
+
+    def finish(self, flight: Flight) -> None:
+        """The job's result came: unpin its slots, give its credits back."""
+        del self.jobs[flight.job.id]
+        self._spend(flight, -1)
+        for level, slots in self.ends(flight.job):
+            self.residency.unpin(level, slots)
+        if flight.overdue:
+            self.credits[max(flight.job.src_level, flight.job.dst_level)].lost_jobs -= 1
+
+    @staticmethod
+    def ends(job: CopyJob) -> list[tuple[int, Slots]]:
+        """(level, slots) at every end of a job that is a level."""
+        ends = [(job.src_level, job.src_slots), (job.dst_level, job.dst_slots)]
+        if job.also_slots is not None:
+            ends.append((job.also_level, job.also_slots[job.also_slots >= 0]))
+        return [(level, slots) for level, slots in ends if level != CALLER]
+
+    def _spend(self, flight: Flight, sign: int) -> None:
+        job = flight.job
+        if flight.delayed:
+            self.credits[job.src_level].delayed += sign * job.n
+            return
+        self.credits[max(job.src_level, job.dst_level)].jobs += sign
+        if job.src_level != CALLER:
+            self.credits[job.src_level].outbound += sign * job.n
+            if job.kind == "write":
+                self.credits[job.src_level].outbound_writes += sign * job.n
+        if job.dst_level != CALLER:
+            self.credits[job.dst_level].inbound += sign * job.n
+        if job.also_slots is not None:
+            self.credits[job.also_level].inbound += sign * int((job.also_slots >= 0).sum())
+
+    @contextmanager
+    def keep(self, gathered: NDArray[np.int32]) -> Iterator[None]:
+        """Pin all these slots (`int32[levels, n]`, as gathered along a path) while room is made for that path."""
+        kept = [(level, row[row >= 0]) for level, row in enumerate(gathered.copy())]
+        for level, slots in kept:
+            self.residency.pin(level, slots)
+        yield
+        for level, slots in kept:
+            self.residency.unpin(level, slots)
+
+    # -- holds --------------------------------------------------------------------------------------------------
+
+    def hold_room(self, level: int) -> int:
+        """Blocks that loads and pins may still hold in this level."""
+        return max(0, self.limits.held_blocks(self.specs[level].capacity) - self.credits[level].held)
+
+    def hold(self, level: int, slots: Slots) -> None:
+        """Pin for a load, a Loaded or an explicit pin."""
+        self.residency.pin(level, slots)
+        self.credits[level].held += len(slots)
+
+    def let_go(self, level: int, slots: Slots) -> None:
+        """End a hold."""
+        self.residency.unpin(level, slots)
+        self.credits[level].held -= len(slots)
+
+    # -- slots that lose their block ----------------------------------------------------------------------------
+
+    def forget(self, level: int, slots: Slots) -> None:
+        """Tell a persistent tier that these slots hold nothing any more."""
+        if len(slots) and self.specs[level].persistent:
+            self.outbox.append(Forget(slots))
+
+    def readable(self, level: int, slots: Slots) -> Bools:
+        """Per slot: RESIDENT?"""
+        return np.asarray(self.residency.tables[level].state[slots] == SlotState.RESIDENT)

@@ -1,0 +1,134 @@
+"""Stores: which blocks of a prompt are new, and where they go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.index import Node, Path, Walk
+from tiercache.keys import chain_idents
+from tiercache.planner.demotion import Demotion
+from tiercache.planner.state import PlannerState
+from tiercache.slots import SlotState
+from tiercache.types import CALLER, Idents, Slots
+
+__all__ = ["StorePlan", "Stores"]
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """What was decided of a store."""
+
+    accepted: int
+    """Blocks newly taken; their bytes are on the way."""
+    present: int
+    """Blocks that were there already (or on the way)."""
+    reason: str = ""
+    """Why not all were taken: "" | parent_missing | no_room | queue_full | offline | stale_epoch | stores_off."""
+    job: int = 0
+    """The copy job, 0: none."""
+    end: int = 0
+    """Blocks of the prompt that are present or on the way from its start."""
+
+
+class Stores:
+    """Plans stores into level 0."""
+
+    def __init__(self, state: PlannerState, demotion: Demotion) -> None:
+        self.state = state
+        self.demotion = demotion
+
+    def plan(self, walk: Walk, symbols: bytes, n: int, start: int, endpoint: int, partial: bool) -> StorePlan:
+        """Take blocks `[start, n)` of a prompt as far as room and credits allow, in order.
+
+        Blocks whose only copy was found bad count as missing and are healed. Mutates slots, tree, pins, outbox.
+        """
+        state, residency = self.state, self.state.residency
+        if not state.online(0):
+            return StorePlan(0, 0, "offline", end=min(start, walk.blocks))
+        gathered = residency.index.gather(walk.path)
+        states = residency.states(gathered)
+        usable = ((states == SlotState.RESIDENT) | (states == SlotState.WRITING))[state.online_levels()].any(axis=0)
+        holes = np.flatnonzero(~usable)
+        intact = int(holes[0]) if len(holes) else walk.blocks
+        if start > intact:
+            return StorePlan(0, 0, "parent_missing", end=intact)
+        holes = holes[holes >= start]
+        new = max(0, n - walk.blocks)
+        wanted = len(holes) + new
+        self.demotion.note_store(n - start)
+        if wanted == 0:
+            return StorePlan(0, n - start, end=n)
+        allowed = min(wanted, state.job_room(CALLER, 0))
+        with state.keep(gathered):
+            got = self.demotion.make_room(0, allowed)
+        reason = "no_room" if got < allowed else ("queue_full" if allowed < wanted else "")
+        end = self._end(walk.blocks, holes, got, wanted, n)
+        if got == 0:
+            return StorePlan(0, end - start, reason, end=end)
+        slots = residency.tables[0].take(got)
+        positions, idents = self._place(walk, symbols, holes[:got], slots, partial and got == wanted)
+        rows = positions - start
+        job = state.submit(
+            "store", (CALLER, rows.astype(np.int32)), (0, slots), idents, endpoint=endpoint, owner=0, rows_at=start
+        )
+        return StorePlan(got, end - start - got, reason, job, end)
+
+    @staticmethod
+    def _end(known: int, holes: NDArray[np.int64], got: int, wanted: int, n: int) -> int:
+        """Blocks from the start of the prompt that are there once `got` of the missing ones are taken."""
+        if got == wanted:
+            return n
+        return int(holes[got]) if got < len(holes) else known + got - len(holes)
+
+    def _place(
+        self, walk: Walk, symbols: bytes, holes: NDArray[np.int64], slots: Slots, partial: bool
+    ) -> tuple[NDArray[np.int64], Idents]:
+        """Give holes and new blocks their slots; returns their prompt positions and idents."""
+        residency, path = self.state.residency, list(walk.path)
+        idents: list[Idents] = []
+        starts = np.cumsum([0] + [take for _, take in path])
+        for i, hole in enumerate(holes.tolist()):
+            which = int(np.searchsorted(starts, hole, side="right")) - 1
+            node, at = path[which][0], int(hole - starts[which])
+            residency.place(node, at, 0, slots[i : i + 1])
+            idents.append(node.idents[at : at + 1])
+        new = len(slots) - len(holes)
+        if new:
+            width = residency.width
+            parent = self._last_ident(path)
+            run = symbols[walk.blocks * width : (walk.blocks + new) * width]
+            fresh = chain_idents(run, width, parent)
+            node, at = residency.extend(path, run, fresh, partial)
+            residency.place(node, at, 0, slots[len(holes) :])
+            idents.append(fresh)
+        positions = np.concatenate((holes, np.arange(walk.blocks, walk.blocks + new, dtype=np.int64)))
+        return positions, np.concatenate(idents)
+
+    def _last_ident(self, path: Path) -> int:
+        if not path:
+            return self.state.root_ident
+        node, take = path[-1]
+        return int(node.idents[take - 1])
+
+    # -- when it is over ----------------------------------------------------------------------------------------
+
+    def failed(self, slots: Slots) -> None:
+        """Blocks of a store whose bytes did not arrive; those without another copy go, with all below them."""
+        residency = self.state.residency
+        while True:
+            runs = residency.runs_of(0, slots[residency.tables[0].owner[slots] >= 0])
+            if not runs:
+                return
+            node, begin, _ = runs[0]
+            self._remove_block(node, begin)
+
+    def _remove_block(self, node: Node, at: int) -> None:
+        residency = self.state.residency
+        if (node.slots[1:, at] >= 0).any():
+            gone = residency.unplace(node, at, at + 1, 0)
+            self.demotion.room.let_go(0, gone, False)
+        else:
+            self.demotion.room.take_away(node, at)

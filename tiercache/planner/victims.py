@@ -1,0 +1,112 @@
+"""Victims: the order in which blocks leave each level.
+
+Per level, the nodes whose last block there is a leaf of that level are filed by (policy key, deepest first) in one of
+two sorted lists: droppable at once (a copy below, or no level below, or a partial tail), or to be copied first.
+A node whose last block is pinned or in flight is in neither. Only nodes that changed are filed again: O(log n) each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sortedcontainers import SortedList
+
+from tiercache.index import Node
+from tiercache.planner.state import PlannerState
+from tiercache.slots import SlotState
+
+__all__ = ["Victims"]
+
+
+class Victims:
+    """Ordered leaves per level. Call `refile` before reading."""
+
+    def __init__(self, state: PlannerState) -> None:
+        self.state = state
+        self._lists: list[dict[bool, Any]] = [
+            {True: SortedList(), False: SortedList()} for _ in range(state.residency.levels)
+        ]
+
+    def refile(self) -> None:
+        """File the nodes that changed since the last call."""
+        residency = self.state.residency
+        while residency.stale:
+            node, _ = residency.stale.popitem()
+            for level in range(residency.levels):
+                new = self._place_of(node, level) if node.parent is not None else None
+                old = node.filed[level]
+                if new == old:
+                    continue
+                if old is not None:
+                    self._lists[level][old[0]].remove(old[1])
+                if new is not None:
+                    self._lists[level][new[0]].add(new[1])
+                node.filed[level] = new
+
+    def clear(self) -> None:
+        """Forget every node (new epoch)."""
+        for lists in self._lists:
+            for each in lists.values():
+                each.clear()
+        self.state.residency.stale.clear()
+
+    def count(self, level: int, droppable: bool) -> int:
+        """Nodes filed."""
+        return len(self._lists[level][droppable])
+
+    def nth(self, level: int, droppable: bool, n: int) -> tuple[Node, int] | None:
+        """The n-th coldest node and the position of its last block in this level; None past the end."""
+        entries = self._lists[level][droppable]
+        if n >= len(entries):
+            return None
+        node = self.state.residency.index.nodes[entries[n][2]]
+        return node, last_position(node, level)
+
+    def key_of(self, level: int, droppable: bool, n: int) -> tuple[float, int, int] | None:
+        """The filing key of the n-th coldest node."""
+        entries = self._lists[level][droppable]
+        return entries[n] if n < len(entries) else None
+
+    def coldest_run(self, level: int, node: Node, last: int, want: int, droppable: bool) -> int:
+        """Start of the longest stretch that ends at `last` and may leave together with it: at most `want` blocks,
+        all unpinned, of the same last use and of the same kind."""
+        residency = self.state.residency
+        begin = max(0, last + 1 - want)
+        row = node.slots[level, begin : last + 1]
+        table = residency.tables[level]
+        state = table.state[row]
+        fits = (row >= 0) & (table.pins[row] == 0)
+        fits &= (state == SlotState.RESIDENT) | (state == SlotState.BAD)
+        fits &= node.last_use[begin : last + 1] == node.last_use[last]
+        if not self.state.is_last(level):
+            below = residency.copy_below(node, begin, last + 1, level)
+            if node.partial and last == node.n - 1:
+                below[-1] = True
+            fits &= below == droppable
+        wrong = np.flatnonzero(~fits)
+        return begin + (int(wrong[-1]) + 1 if len(wrong) else 0)
+
+    def _place_of(self, node: Node, level: int) -> tuple[bool, tuple[float, int, int]] | None:
+        if node.held[level] == 0 or node.kids[level] > 0:
+            return None
+        residency = self.state.residency
+        last = last_position(node, level)
+        slot = int(node.slots[level, last])
+        table = residency.tables[level]
+        if table.pins[slot] > 0 or table.state[slot] not in (SlotState.RESIDENT, SlotState.BAD):
+            return None
+        droppable = (
+            self.state.is_last(level)
+            or bool(residency.copy_below(node, last, last + 1, level)[0])
+            or (node.partial and last == node.n - 1)
+        )
+        key = self.state.policy.key(float(node.last_use[last]), int(node.uses[last]), node.depth + last)
+        return droppable, (key, -(node.depth + last), node.id)
+
+
+def last_position(node: Node, level: int) -> int:
+    """Position of the last block of a run that has a slot in `level`; there must be one."""
+    if node.slots[level, node.n - 1] >= 0:
+        return node.n - 1
+    return int(np.flatnonzero(node.slots[level, : node.n] >= 0)[-1])

@@ -1,0 +1,182 @@
+"""Residency: which block is where. The tree and the slot tables, changed only together.
+
+It keeps, per node and level, how many blocks have a slot (`held`) and how many children have any below (`kids`), and
+collects in `stale` the nodes whose place in the eviction order may have changed. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.index import ABSENT, Node, Path, PrefixIndex
+from tiercache.slots import NO_OWNER, SlotState, SlotTable
+from tiercache.types import Bools, Idents, LevelSpec, Slots
+
+__all__ = ["Residency"]
+
+
+class Residency:
+    """The index and one `SlotTable` per level.
+
+    Invariant (no faults): every block in the tree has a slot in some level, and so do all its ancestors; in a
+    persistent level the ancestors have one in that very level.
+    """
+
+    def __init__(self, specs: Sequence[LevelSpec], width: int) -> None:
+        self.specs = tuple(specs)
+        self.width = width
+        self.tables = [SlotTable(spec.capacity) for spec in specs]
+        self.index = PrefixIndex(width, self.tables)
+        self.stale: dict[Node, None] = {}
+
+    @property
+    def levels(self) -> int:
+        """Number of levels."""
+        return len(self.specs)
+
+    def forget_tree(self) -> None:
+        """Start over with an empty tree. The caller has let go of every owned slot."""
+        self.index = PrefixIndex(self.width, self.tables)
+        self.stale.clear()
+
+    # -- a node and its slots -----------------------------------------------------------------------------------
+
+    def place(self, node: Node, at: int, level: int, slots: Slots) -> None:
+        """Give blocks `[at, at + n)` of a run these slots of `level` (they had none there)."""
+        n = len(slots)
+        if n == 0:
+            return
+        assert (node.slots[level, at : at + n] < 0).all()
+        node.slots[level, at : at + n] = slots
+        table = self.tables[level]
+        table.owner[slots] = node.id
+        table.pos[slots] = np.arange(at, at + n, dtype=np.int32)
+        self._count(node, level, n)
+
+    def unplace(self, node: Node, begin: int, end: int, level: int) -> Slots:
+        """Take the slots of blocks `[begin, end)` in `level` away from the run and return them. They are not freed."""
+        row = node.slots[level, begin:end]
+        slots = row[row >= 0].astype(np.int32)
+        if len(slots):
+            node.slots[level, begin:end] = ABSENT
+            self.tables[level].owner[slots] = NO_OWNER
+            self._count(node, level, -len(slots))
+        return slots
+
+    def _count(self, node: Node, level: int, change: int) -> None:
+        """Adjust `held`, and `kids` up the path as far as a subtree starts or stops having blocks in `level`."""
+        self.stale[node] = None
+        before = node.held[level] > 0 or node.kids[level] > 0
+        node.held[level] += change
+        after = node.held[level] > 0 or node.kids[level] > 0
+        step = int(after) - int(before)
+        parent = node.parent
+        while step and parent is not None:
+            self.stale[parent] = None
+            before = parent.held[level] > 0 or parent.kids[level] > 0
+            parent.kids[level] += step
+            after = parent.held[level] > 0 or parent.kids[level] > 0
+            step = int(after) - int(before)
+            parent = parent.parent
+
+    def extend(self, path: Path, symbols: bytes, idents: Idents, partial: bool) -> tuple[Node, int]:
+        """`PrefixIndex.extend`; the nodes that it split or made are filed anew."""
+        touched = [path[-1][0]] if path else []
+        node, at = self.index.extend(path, symbols, idents, partial)
+        for each in (*touched, *([path[-1][0]] if path else []), node):
+            self.stale[each] = None
+        return node, at
+
+    def trim(self, node: Node) -> None:
+        """Drop trailing blocks without any slot, and the ancestors' likewise when the node goes."""
+        current: Node | None = node
+        while current is not None and current.parent is not None:
+            parent = current.parent
+            gone = self.index.trim(current)
+            self.stale[current] = None
+            self.stale[parent] = None
+            if not gone:
+                return
+            current = parent
+
+    # -- slots, by number ---------------------------------------------------------------------------------------
+
+    def runs_of(self, level: int, slots: Slots) -> list[tuple[Node, int, int]]:
+        """Group owned slots into stretches `(node, begin, end)` that lie side by side in one run, in given order."""
+        table = self.tables[level]
+        owner, pos = table.owner[slots], table.pos[slots]
+        keep = owner != NO_OWNER
+        owner, pos = owner[keep], pos[keep]
+        if len(owner) == 0:
+            return []
+        cuts = np.flatnonzero((np.diff(owner) != 0) | (np.diff(pos) != 1)) + 1
+        bounds = [0, *cuts.tolist(), len(owner)]
+        nodes = self.index.nodes
+        return [(nodes[int(owner[a])], int(pos[a]), int(pos[b - 1]) + 1) for a, b in itertools.pairwise(bounds)]
+
+    def mark_stale(self, level: int, slots: Slots) -> None:
+        """The owners of these slots may have to be filed anew."""
+        owners = self.tables[level].owner[slots]
+        if len(owners) == 0:
+            return
+        distinct = [int(owners[0])] if (owners == owners[0]).all() else np.unique(owners).tolist()
+        for owner in distinct:
+            if owner != NO_OWNER:
+                self.stale[self.index.nodes[owner]] = None
+
+    def pin(self, level: int, slots: Slots) -> None:
+        """One more user of these slots."""
+        self.tables[level].pin(slots)
+        self.mark_stale(level, slots)
+
+    def unpin(self, level: int, slots: Slots) -> None:
+        """One user fewer of these slots."""
+        self.tables[level].unpin(slots)
+        self.mark_stale(level, slots)
+
+    # -- along a path -------------------------------------------------------------------------------------------
+
+    def states(self, gathered: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """State per level and block `uint8[levels, n]` of gathered slots; FREE where a block has none."""
+        states = np.zeros(gathered.shape, dtype=np.uint8)
+        for level, table in enumerate(self.tables):
+            row = gathered[level]
+            states[level] = np.where(row >= 0, table.state[row], SlotState.FREE)
+        return states
+
+    def best_level(self, states: NDArray[np.uint8], online: Sequence[bool]) -> NDArray[np.int8]:
+        """Fastest online level with a readable copy per block, -1: none."""
+        best = np.full(states.shape[1], -1, dtype=np.int8)
+        for level in range(self.levels - 1, -1, -1):
+            if online[level]:
+                best[states[level] == SlotState.RESIDENT] = level
+        return best
+
+    def copy_below(self, node: Node, begin: int, end: int, level: int) -> Bools:
+        """Per block of the stretch: is there a readable copy in a slower level?"""
+        below = np.zeros(end - begin, dtype=np.bool_)
+        for lower in range(level + 1, self.levels):
+            row = node.slots[lower, begin:end]
+            below |= (row >= 0) & (self.tables[lower].state[row] == SlotState.RESIDENT)
+        return below
+
+    def subtree(self, node: Node) -> list[Node]:
+        """The node and all below it, parents first."""
+        found = [node]
+        for each in found:
+            found.extend(each.children.values())
+        return found
+
+    def path_to(self, node: Node, take: int) -> Path:
+        """The path from the root to block `take - 1` of `node`."""
+        path: Path = [(node, take)]
+        above = node.parent
+        while above is not None and above.parent is not None:
+            path.append((above, above.n))
+            above = above.parent
+        path.reverse()
+        return path

@@ -1,0 +1,116 @@
+"""SlotTable: the slots of one level, as arrays.
+
+Equation that `check()` verifies: free + held + lost == capacity, where held is every state but FREE and LOST.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.types import Slots
+
+__all__ = ["NO_OWNER", "SlotState", "SlotTable"]
+
+NO_OWNER = -1
+
+
+class SlotState(IntEnum):
+    """What is in a slot."""
+
+    FREE = 0
+    WRITING = 1
+    """Belongs to a block whose bytes are on the way; not readable."""
+    RESIDENT = 2
+    """Belongs to a block; readable."""
+    BAD = 3
+    """Belongs to a block whose bytes here were found wrong; not readable, kept so that the tree stays closed,
+    rewritten in place when the block is supplied again."""
+    DETACHED = 4
+    """Belongs to no block any more, but a job or a Loaded still uses it; free when the last pin goes."""
+    LOST = 5
+    """Its job is overdue: nobody knows when the thread will touch it. Free when the job's result comes."""
+
+
+class SlotTable:
+    """State, pins and owner of every slot of one level; a stack of the free ones."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.state: NDArray[np.uint8] = np.zeros(capacity, dtype=np.uint8)
+        self.pins: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
+        self.owner: NDArray[np.int32] = np.full(capacity, NO_OWNER, dtype=np.int32)
+        """Node id, or NO_OWNER."""
+        self.pos: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
+        """Position in the owner's run."""
+        self._stack: Slots = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+        self.free = capacity
+        self.lost = 0
+
+    def take(self, n: int) -> Slots:
+        """Take n free slots (ascending), which become WRITING. The caller has checked `free >= n`."""
+        assert 0 <= n <= self.free, (n, self.free)
+        begin = self.free - n
+        slots = np.sort(self._stack[begin : self.free])
+        self.free = begin
+        self.state[slots] = SlotState.WRITING
+        return slots
+
+    def take_these(self, slots: Slots) -> None:
+        """Take exactly these free slots (recovery); they become RESIDENT. O(capacity)."""
+        assert (self.state[slots] == SlotState.FREE).all()
+        self.state[slots] = SlotState.RESIDENT
+        rest = np.flatnonzero(self.state == SlotState.FREE).astype(np.int32)[::-1]
+        self.free = len(rest)
+        self._stack[: self.free] = rest
+
+    def give(self, slots: Slots) -> None:
+        """Make these slots FREE. They must have no pins."""
+        n = len(slots)
+        if n == 0:
+            return
+        assert not self.pins[slots].any()
+        self.state[slots] = SlotState.FREE
+        self.owner[slots] = NO_OWNER
+        self._stack[self.free : self.free + n] = np.sort(slots)[::-1]
+        self.free += n
+
+    def let_go(self, slots: Slots) -> None:
+        """Slots that no node owns any more: free at once, or DETACHED while something still pins them."""
+        self.owner[slots] = NO_OWNER
+        busy = self.pins[slots] > 0
+        held = slots[busy]
+        self.state[held] = np.where(self.state[held] == SlotState.LOST, SlotState.LOST, SlotState.DETACHED)
+        self.give(slots[~busy])
+
+    def lose(self, slots: Slots) -> None:
+        """Slots whose job is overdue. They must be pinned by that job and owned by no node."""
+        assert (self.pins[slots] > 0).all()
+        self.owner[slots] = NO_OWNER
+        self.lost += int((self.state[slots] != SlotState.LOST).sum())
+        self.state[slots] = SlotState.LOST
+
+    def pin(self, slots: Slots) -> None:
+        """One more user of each of these (distinct) slots."""
+        self.pins[slots] += 1
+
+    def unpin(self, slots: Slots) -> None:
+        """One user fewer; DETACHED and LOST slots without users become FREE."""
+        if len(slots) == 0:
+            return
+        self.pins[slots] -= 1
+        assert (self.pins[slots] >= 0).all(), "unpinned more often than pinned"
+        state = self.state[slots]
+        over = (self.pins[slots] == 0) & ((state == SlotState.DETACHED) | (state == SlotState.LOST))
+        if over.any():
+            gone = slots[over]
+            self.lost -= int((self.state[gone] == SlotState.LOST).sum())
+            self.give(gone)
+
+    def clear(self) -> Slots:
+        """Let go of every owned slot (new epoch). Returns the slots that were owned."""
+        owned = np.flatnonzero(self.owner != NO_OWNER).astype(np.int32)
+        self.let_go(owned)
+        return owned
