@@ -11,6 +11,7 @@ __all__ = [
     "DirectoryInUseError",
     "FormatVersionError",
     "LayoutError",
+    "NotDurableError",
     "TierCacheError",
     "WorkerThreadError",
 ]
@@ -48,3 +49,10 @@ class CacheClosedError(TierCacheError, RuntimeError):
 
 class WorkerThreadError(TierCacheError, RuntimeError):
     """A blocking call (flush, close, result) was made from one of the cache's own threads."""
+
+
+class NotDurableError(TierCacheError, TimeoutError):
+    """What must survive a crash (a new epoch, an invalidation) could not be written in time.
+
+    It holds in this process. Until a later commit succeeds, a crash may bring the old state back.
+    """

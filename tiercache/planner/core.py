@@ -17,6 +17,7 @@ from tiercache.keys import root_ident
 from tiercache.planner.check import check_state
 from tiercache.planner.counters import LevelCounters, PlannerCounters
 from tiercache.planner.demotion import Demotion
+from tiercache.planner.explain import Stretch, explain_path
 from tiercache.planner.loads import Load, Loads
 from tiercache.planner.recovery import restore
 from tiercache.planner.results import Outcome, Results
@@ -275,6 +276,39 @@ class Planner:
         """What the mover must do, in order; empties the outbox. Hand it over before the lock is released."""
         messages, self.state.outbox = self.state.outbox, []
         return messages
+
+    def explain(self, symbols: bytes, n: int, now: float) -> tuple[Stretch, ...]:
+        """Where the blocks of a prompt are, stretch by stretch. Mutates nothing."""
+        self.state.now = now
+        return explain_path(self.state, self.state.residency.index.walk(symbols, n).path)
+
+    def words_shared(self, symbols: bytes, n: int, tail: bytes) -> int:
+        """Leading int32 words of a prompt that lie on some cached path. Mutates nothing."""
+        return self.state.residency.index.walk(symbols, n, tail).words
+
+    def drop_bad(self, now: float) -> int:
+        """Drop blocks whose only copy was found wrong, and all below them. Returns blocks dropped."""
+        self.state.now = now
+        dropped = 0
+        for node in list(self.state.residency.index.walk_nodes()):
+            if node.parent is None:
+                continue
+            states = self.state.residency.states(node.slots[:, : node.n])
+            alive = (states == SlotState.RESIDENT) | (states == SlotState.WRITING)
+            holes = np.flatnonzero(~alive.any(axis=0))
+            if len(holes):
+                dropped += self.room.take_away(node, int(holes[0]))
+        return dropped
+
+    def idle(self, *, drained: bool) -> bool:
+        """Is no copy under way? With `drained`, also no delayed write and no block queued for writing."""
+        if drained:
+            return not self.state.jobs and not self.state.unwritten
+        return all(flight.delayed for flight in self.state.jobs.values())
+
+    def lacking(self, used_before: float) -> int:
+        """Full blocks, last used no later than then, without a readable copy in the persistent level."""
+        return self.demotion.count_lacking(used_before)
 
     def check(self) -> list[str]:
         """Every broken rule found, empty where all is well. O(everything); mutates nothing."""

@@ -6,12 +6,13 @@ from collections import deque
 
 import numpy as np
 
+from tiercache.index import Node
 from tiercache.planner.room import Room
 from tiercache.planner.state import PlannerState
 from tiercache.planner.victims import Victims
 from tiercache.planner.writes import Writes
 from tiercache.slots import SlotState
-from tiercache.types import Expedite, Slots
+from tiercache.types import Bools, Expedite, Slots
 
 __all__ = ["Demotion"]
 
@@ -169,25 +170,36 @@ class Demotion:
         """Queue every block without a readable copy in the last level, most recently used first."""
         state = self.state
         last = len(state.specs) - 1
-        if last == 0 or not state.specs[last].persistent:
-            return 0
         state.unwritten.clear()
         found: list[tuple[float, int, Slots]] = []
         for node in state.residency.index.walk_nodes():
-            end = node.n - int(node.partial)
-            row = node.slots[last, :end]
-            table = state.residency.tables[last]
-            lacking = (row < 0) | (table.state[row] == SlotState.BAD)
+            lacking = self._lacking_in(node, last)
             for level in range(last):
-                mine = node.slots[level, :end]
+                mine = node.slots[level, : len(lacking)]
                 take = lacking & (mine >= 0)
                 if take.any():
-                    recent = float(node.last_use[:end][take].max())
+                    recent = float(node.last_use[: len(lacking)][take].max())
                     found.append((recent, level, mine[take].astype(np.int32)))
                     lacking &= ~take
         found.sort(key=lambda each: each[0], reverse=True)
         state.unwritten.extend((level, slots) for _, level, slots in found)
         return sum(len(slots) for _, _, slots in found)
+
+    def count_lacking(self, used_before: float) -> int:
+        """Full blocks without a readable copy in the last level, where that is persistent."""
+        last, count = len(self.state.specs) - 1, 0
+        for node in self.state.residency.index.walk_nodes():
+            lacking = self._lacking_in(node, last)
+            count += int((lacking & (node.last_use[: len(lacking)] <= used_before)).sum())
+        return count
+
+    def _lacking_in(self, node: Node, last: int) -> Bools:
+        """Per full block of a run: has it no readable copy in the persistent level `last`?"""
+        end = node.n - int(node.partial)
+        if not self.state.specs[last].persistent:
+            return np.zeros(end, dtype=np.bool_)
+        row = node.slots[last, :end]
+        return np.asarray((row < 0) | (self.state.residency.tables[last].state[row] != SlotState.RESIDENT))
 
     def _write_backlog(self) -> None:
         """Write queued blocks while credits last."""

@@ -59,7 +59,9 @@ class Writes:
         stretches, blocked = self._lacking(node, begin, end, level, target)
         wanted = sum(each.end - each.begin for each in stretches)
         if wanted == 0:
-            return Planned(0, "busy")
+            slots = node.slots[target, begin:end]
+            there = (slots >= 0) & (self.state.residency.tables[target].state[slots] == SlotState.RESIDENT)
+            return Planned(0, "" if there.all() else "busy")
         allowed = self._allowed(level, target, wanted, delay_s)
         if allowed == 0:
             return Planned(0, "credits")

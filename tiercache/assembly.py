@@ -1,0 +1,161 @@
+"""Assembly: builds tiers, catalog, mover and planner from settings, once the layout of a block is known."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiercache.catalog import Catalog, Manifest, peek_manifest
+from tiercache.config import DRAM, HBM, NVMe, Settings, Tier, format_size
+from tiercache.directory import StoreDirectory
+from tiercache.errors import ConfigError
+from tiercache.keys import root_ident, symbol_nbytes
+from tiercache.layout import KVLayout
+from tiercache.loaded import Memory
+from tiercache.mover import Mover
+from tiercache.planner import Limits, Planner
+from tiercache.policy import make_policy
+from tiercache.tiers.base import SlotTier
+from tiercache.tiers.dram import DRAMTier
+from tiercache.tiers.hbm import HBMTier
+from tiercache.tiers.nvme import NVMeTier
+from tiercache.types import LevelSpec, PlannerMessage
+
+__all__ = ["MEMORY_THREADS", "Stack", "build_stack", "known_layout", "nvme_of"]
+
+_log = logging.getLogger("tiercache")
+
+MEMORY_THREADS = 2
+_NO_NAMESPACE = b"\0" * 16
+
+
+@dataclass(slots=True)
+class Stack:
+    """Everything below the public API."""
+
+    layout: KVLayout
+    tiers: list[SlotTier]
+    specs: list[LevelSpec]
+    planner: Planner
+    mover: Mover
+    catalog: Catalog | None
+    memory: Memory
+    cold_reason: str
+    """Why the start was cold, "" where it was not or nothing persists."""
+
+
+def nvme_of(settings: Settings) -> NVMe | None:
+    """The NVMe tier of these settings."""
+    return next((tier for tier in settings.tiers if isinstance(tier, NVMe)), None)
+
+
+def known_layout(settings: Settings, directory: StoreDirectory | None) -> tuple[KVLayout | None, bytes]:
+    """The layout by the settings, else by the manifest of a directory of the same namespace and block size; and the
+    epoch to begin with (the settings', else that manifest's, else a new nonce)."""
+    manifest = peek_manifest(directory) if directory is not None else None
+    layout, epoch = settings.layout, settings.epoch or b""
+    same = manifest is not None and (
+        manifest.namespace == _digest(settings).hex() and manifest.block_tokens == settings.block_tokens
+    )
+    if manifest is not None and same:
+        if layout is None:
+            layout = KVLayout.from_dict(manifest.layout)
+        epoch = epoch or manifest.epoch
+    return layout, epoch or os.urandom(16)
+
+
+def build_stack(
+    settings: Settings,
+    layout: KVLayout,
+    epoch: bytes,
+    directory: StoreDirectory | None,
+    deliver: Callable[[PlannerMessage], None],
+) -> Stack:
+    """Open every tier for blocks of this layout. ConfigError where a tier holds no block, or does not fit."""
+    nvme = nvme_of(settings)
+    width = symbol_nbytes(settings.block_tokens)
+    capacities = [_capacity(tier, layout) for tier in settings.tiers]
+    catalog: Catalog | None = None
+    opened: list[SlotTier] = []
+    try:
+        if nvme is not None and directory is not None:
+            manifest = Manifest(
+                layout=layout.to_dict(),
+                block_nbytes=layout.block_nbytes,
+                namespace=_digest(settings).hex(),
+                epoch=epoch,
+                block_tokens=settings.block_tokens,
+                symbol_nbytes=width,
+                fingerprint=str(settings.namespace or ""),
+            )
+            root = root_ident(_digest(settings), epoch)
+            catalog = Catalog.open(directory, manifest, capacities[-1], durability=nvme.durability, root_ident=root)
+        for tier, capacity in zip(settings.tiers, capacities, strict=True):
+            opened.append(_open_tier(tier, capacity, layout, directory, catalog))
+    except BaseException:
+        for each in opened:
+            each.close()
+        if catalog is not None:
+            catalog.close(clean=False)
+        raise
+    specs = [
+        LevelSpec(
+            each.name,
+            each.capacity,
+            layout.block_nbytes,
+            persistent=isinstance(tier, NVMe),
+            pool_threads=tier.threads if isinstance(tier, NVMe) else MEMORY_THREADS,
+        )
+        for tier, each in zip(settings.tiers, opened, strict=True)
+    ]
+    planner = _make_planner(settings, specs, width, epoch, nvme)
+    if catalog is not None:
+        planner.restore(catalog.recovered)
+    threads = nvme.threads if nvme is not None else 1
+    mover = Mover(opened, deliver, catalog=catalog, epoch=epoch, memory_threads=MEMORY_THREADS, io_threads=threads)
+    reason = catalog.recovered.reason if catalog is not None else ""
+    return Stack(layout, opened, specs, planner, mover, catalog, Memory(layout, opened[0]), reason)
+
+
+def _make_planner(settings: Settings, specs: list[LevelSpec], width: int, epoch: bytes, nvme: NVMe | None) -> Planner:
+    limits = Limits()
+    if nvme is not None:
+        limits = Limits(read_deadline_s=nvme.read_deadline_s, write_deadline_s=nvme.write_deadline_s)
+    return Planner(
+        specs,
+        width,
+        make_policy(settings.policy),
+        namespace_digest=_digest(settings),
+        epoch=epoch,
+        exclusive=settings.exclusive,
+        write_after_s=nvme.write_after_s if nvme is not None else None,
+        limits=limits,
+    )
+
+
+def _digest(settings: Settings) -> bytes:
+    return settings.namespace.digest if settings.namespace is not None else _NO_NAMESPACE
+
+
+def _capacity(tier: Tier, layout: KVLayout) -> int:
+    capacity = tier.size_nbytes // layout.stride
+    if capacity < 1:
+        remedy = f"one block takes {format_size(layout.stride)}: make it larger"
+        raise ConfigError(f"{type(tier).__name__}.size", format_size(tier.size_nbytes), remedy)
+    return min(capacity, 2**31 - 1)
+
+
+def _open_tier(
+    tier: Tier, capacity: int, layout: KVLayout, directory: StoreDirectory | None, catalog: Catalog | None
+) -> SlotTier:
+    if isinstance(tier, DRAM):
+        return DRAMTier(capacity, layout.block_nbytes)
+    if isinstance(tier, HBM):
+        return HBMTier(capacity, layout.block_nbytes, tier.device)
+    assert directory is not None and catalog is not None
+    opened = NVMeTier(directory.path, layout.block_nbytes, capacity, extents=catalog.manifest.extents)
+    for remark in opened.remarks:
+        directory.remark(remark)
+    return opened

@@ -1,0 +1,613 @@
+"""TieredKVCache: planner and mover in one process, the embeddable API."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from tiercache.assembly import Stack, build_stack, known_layout, nvme_of
+from tiercache.config import Settings, Switch, Tier, check_memory, load_config, ram_nbytes
+from tiercache.delivery import AtOnce, Delivery
+from tiercache.directory import StoreDirectory
+from tiercache.errors import CacheClosedError, ConfigError, NotDurableError, WorkerThreadError
+from tiercache.keys import Extra, Prompt, Tokens, encode_prompt
+from tiercache.layout import CallerRows, KVLayout, Namespace
+from tiercache.loaded import Loaded, LoadFuture
+from tiercache.match import Match, Pin, Ticket
+from tiercache.mover import is_worker_thread
+from tiercache.planner import Explanation, Load, StorePlan
+from tiercache.stats import CacheStats, collect
+from tiercache.types import PlannerMessage, Slots
+
+__all__ = ["TieredKVCache"]
+
+_log = logging.getLogger("tiercache")
+_WAKE_S = 0.25
+"""The longest that a wait goes without looking again."""
+
+
+class TieredKVCache:
+    """KV blocks in HBM, DRAM and on NVMe under one prefix index. Safe to call from several threads.
+
+    tiers: fastest first, objects or strings ("hbm:2GiB", "dram:8GiB", "nvme:/mnt/kv:200GiB"). layout: shape and dtype
+    of a block; learnt from the first store, or from the directory, where it is not given. namespace: what makes KV
+    interchangeable (without one, use one directory per model). epoch: which weights. block_tokens: tokens per block.
+    policy: order of eviction. exclusive: whether a promoted block leaves the slow tier (None: by size). switch: "on",
+    "off", "loads-off", "stores-off" (None: the environment variable TIERCACHE, else "on"). clock: wall-clock seconds,
+    never going back. delivery: when the mover's messages take effect.
+
+    Raises ConfigError (names the field, its value and the remedy), DirectoryInUseError, FormatVersionError.
+    I/O trouble later is a counted miss; after `close`, and in a forked child, every verb raises CacheClosedError.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier | str | Mapping[str, Any]],
+        layout: KVLayout | None = None,
+        namespace: Namespace | str | None = None,
+        epoch: bytes | str | None = None,
+        block_tokens: int = 16,
+        policy: str = "lru",
+        exclusive: bool | None = None,
+        switch: Switch | None = None,
+        *,
+        clock: Callable[[], float] | None = None,
+        delivery: Delivery | None = None,
+    ) -> None:
+        values = {
+            "tiers": tiers,
+            "layout": layout,
+            "namespace": namespace,
+            "epoch": epoch,
+            "block_tokens": block_tokens,
+            "policy": policy,
+            "exclusive": exclusive,
+        }
+        if switch is not None:
+            values["switch"] = switch
+        self._start(load_config(values), clock or _steady_wall_clock(), delivery or AtOnce())
+
+    @classmethod
+    def from_config(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> TieredKVCache:
+        """A cache from a mapping, or from a `.toml` or `.json` file. ConfigError names what is wrong in it."""
+        cache = cls.__new__(cls)
+        cache._start(load_config(source), _steady_wall_clock(), AtOnce())
+        return cache
+
+    def _start(self, settings: Settings, clock: Callable[[], float], delivery: Delivery) -> None:
+        self._closed = True
+        check_memory(ram_nbytes(settings.tiers))
+        nvme = nvme_of(settings)
+        if nvme is not None and len(settings.tiers) == 1:
+            raise ConfigError("tiers", [str(nvme.path)], "add a tier in memory above NVMe, such as dram:8GiB")
+        self.settings = settings
+        self._clock = clock
+        self._delivery = delivery
+        self._delivery.bind(self._apply)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._building = threading.Lock()
+        self._loads: dict[int, tuple[LoadFuture, Load, Match, Any]] = {}
+        self._tickets: dict[int, tuple[Ticket, int]] = {}
+        self._dropped: deque[Load] = deque()
+        """Loads whose Loaded was garbage collected; drained by the next call that plans."""
+        self._endpoints = itertools.count(1)
+        self._switch: Switch = settings.switch
+        self._stack: Stack | None = None
+        self._dead = False
+        self._directory = StoreDirectory.open(nvme.directory) if nvme is not None else None
+        try:
+            layout, self._epoch = known_layout(settings, self._directory)
+            if layout is not None:
+                self._stack = build_stack(settings, layout, self._epoch, self._directory, delivery.arrived)
+        except BaseException:
+            if self._directory is not None:
+                self._directory.close()
+            raise
+        if nvme is not None and settings.namespace is None:
+            _log.warning("%s: no namespace: use this directory for one model only", nvme.path)
+        self._closed = False
+        _LIVE.add(self)
+
+    # -- asking -------------------------------------------------------------------------------------------------
+
+    def lookup(
+        self, tokens: Tokens, extra: Extra | None = None, deadline_s: float = 0.0, *, partial_tail: bool = False
+    ) -> Match:
+        """How much of a prompt is held. Waits for no data; with `deadline_s`, up to that long for blocks in flight.
+
+        tokens: ids, 1-D (list, array or tensor; int32 arrays are fastest). extra: what else decides the KV (LoRA,
+        salt, image), one value or one per block. partial_tail: also a last partial block (matches whole only).
+        ValueError or TypeError for ids that are none; leaves no trace but statistics.
+        """
+        prompt = encode_prompt(tokens, self.settings.block_tokens, extra, partial_tail)
+        match = self._lookup(prompt)
+        until = time.monotonic() + deadline_s
+        while match.pending and (left := until - time.monotonic()) > 0:
+            self._refuse_worker("lookup(deadline_s=)")
+            with self._changed:
+                self._changed.wait(min(left, _WAKE_S))
+            match = self._lookup(prompt)
+        return match
+
+    def _lookup(self, prompt: Prompt) -> Match:
+        self._check_open()
+        with self._lock:
+            if self._stack is None or not self.loads_enabled:
+                diverged = 0 if prompt.token_count else None
+                return Match(0, 0, {}, 0, diverged, 0.0, prompt, self._epoch)
+            planner = self._stack.planner
+            found = planner.lookup(prompt.symbols, prompt.n, self._clock(), prompt.tail if prompt.raw else b"")
+            epoch, specs = planner.epoch, planner.levels
+        by_tier = {spec.name: count for spec, count in zip(specs, found.by_level, strict=True)}
+        tokens = min(found.blocks * prompt.block_tokens, prompt.tokens)
+        diverged = _diverged_at(prompt, found.words)
+        return Match(tokens, found.blocks, by_tier, found.pending, diverged, found.load_s, prompt, epoch)
+
+    async def alookup(self, tokens: Tokens, extra: Extra | None = None) -> Match:
+        """`lookup` for callers in an event loop (it takes microseconds and never waits)."""
+        return self.lookup(tokens, extra)
+
+    def explain(self, tokens: Tokens, extra: Extra | None = None) -> Explanation:
+        """Where the blocks of a prompt are, and where prompts leave the cached path. For people; mutates nothing."""
+        prompt = encode_prompt(tokens, self.settings.block_tokens, extra)
+        self._check_open()
+        with self._lock:
+            if self._stack is None:
+                return Explanation(prompt.n, 0, 0 if prompt.token_count else None, ())
+            planner = self._stack.planner
+            stretches = planner.explain(prompt.symbols, prompt.n, self._clock())
+            words = planner.words_shared(prompt.symbols, prompt.n, prompt.tail if prompt.raw else b"")
+        found = stretches[-1].end if stretches else 0
+        return Explanation(prompt.n, found, _diverged_at(prompt, words), stretches)
+
+    # -- bytes out ----------------------------------------------------------------------------------------------
+
+    def load(self, match: Match, out: Any = None) -> LoadFuture:
+        """Bring a match's blocks to the fastest tier and hold them there, or copy them into `out`.
+
+        out: a writable array or tensor `[m, *block_shape]` of the layout's dtype; at most m blocks are loaded, it may
+        be reused once the future is done, and its rows past the loaded blocks are undefined. Counts as a use of the
+        match (once). The result may have fewer blocks than the match: what is gone, found wrong, late or over a bound
+        is a miss. LayoutError or ValueError for a wrong `out`.
+        """
+        future = LoadFuture()
+        with self._planning() as stack:
+            if stack is None or not self.loads_enabled or match.blocks == 0:
+                load = None
+            else:
+                endpoint, want = 0, match.blocks
+                if out is not None:
+                    rows = CallerRows(out, stack.layout, writable=True)
+                    endpoint, want = next(self._endpoints), min(want, rows.n)
+                    stack.mover.attach(endpoint, rows)
+                load = stack.planner.plan_load(match.prompt.symbols, want, match.epoch, self._clock(), endpoint)
+                match.once[0] = True
+                if not load.done:
+                    self._loads[load.id] = (future, load, match, out)
+                elif endpoint:
+                    stack.mover.detach(endpoint)
+        if load is None:
+            memory = stack.memory if stack is not None else None
+            future.set_result(Loaded(0, 0, memory=memory, out=out))
+        elif load.done:
+            self._complete(future, load, match, out)
+        return future
+
+    async def aload(self, match: Match, out: Any = None) -> Loaded:
+        """`load` for callers in an event loop."""
+        return await asyncio.wrap_future(self.load(match, out))
+
+    def prefetch(self, match: Match) -> LoadFuture:
+        """Bring a match's blocks to the fastest tier without holding them; the future's Loaded is released already."""
+        future = self.load(match)
+        future.add_done_callback(_release_result)
+        return future
+
+    def _complete(self, future: LoadFuture, load: Load, match: Match, out: Any) -> None:
+        """Hand a done load to its future. Called with no lock held."""
+        stack = self._stack
+        assert stack is not None
+        if load.endpoint:
+            stack.mover.detach(load.endpoint)
+        tokens = min(load.blocks * match.prompt.block_tokens, match.prompt.tokens)
+        if not future.set_running_or_notify_cancel():
+            self._end_load(load)
+            return
+        if load.endpoint:
+            loaded = Loaded(tokens, load.blocks, out=out)
+        elif load.blocks == 0:
+            loaded = Loaded(0, 0, memory=stack.memory)
+        else:
+            loaded = Loaded(
+                tokens,
+                load.blocks,
+                memory=stack.memory,
+                slots=load.slots,
+                release=lambda: self._end_load(load),
+                abandon=lambda: self._dropped.append(load),
+            )
+        future.set_result(loaded)
+
+    def _end_load(self, load: Load) -> None:
+        if self._dead:
+            return
+        with self._lock:
+            self._drop_loads()
+            if self._stack is not None:
+                self._stack.planner.release_load(load, self._clock())
+                self._hand_over(self._stack)
+                self._changed.notify_all()
+
+    # -- bytes in -----------------------------------------------------------------------------------------------
+
+    def store(
+        self, tokens: Tokens, blocks: Any, start: int = 0, extra: Extra | None = None, *, partial_tail: bool = False
+    ) -> Ticket:
+        """Take the blocks of a prompt from block `start` on; returns at once.
+
+        blocks: array or tensor `[n, *block_shape]`, any strides, n equal to the full blocks of `tokens` past `start`
+        (with `partial_tail` also the partial one), else ValueError. It must not change until the ticket is `copied`.
+        The first store fixes the layout; another shape or dtype later is a LayoutError. What finds no room is cut
+        short and told by the ticket, never waited for.
+        """
+        prompt = encode_prompt(tokens, self.settings.block_tokens, extra, partial_tail)
+        self._check_open()
+        stack = self._stack or self._learn(blocks)
+        rows = CallerRows(blocks, stack.layout)
+        if start < 0 or start > prompt.n or rows.n != prompt.n - start:
+            raise ValueError(f"{rows.n} blocks for {prompt.n} full blocks of tokens from block {start} on")
+        if rows.n == 0 or not self.stores_enabled:
+            return Ticket(0, 0, "" if self.stores_enabled else "stores_off", True)
+        with self._planning():
+            endpoint = next(self._endpoints)
+            stack.mover.attach(endpoint, rows)
+            plan = stack.planner.plan_store(
+                prompt.symbols, prompt.n, start, stack.planner.epoch, self._clock(), endpoint, prompt.partial
+            )
+            return self._ticket(stack, plan, endpoint)
+
+    def _ticket(self, stack: Stack, plan: StorePlan, endpoint: int) -> Ticket:
+        ticket = Ticket(plan.accepted, plan.present, plan.reason, plan.job == 0)
+        if plan.job:
+            self._tickets[plan.job] = (ticket, endpoint)
+        else:
+            stack.mover.detach(endpoint)
+        return ticket
+
+    def _learn(self, blocks: Any) -> Stack:
+        """Build everything for blocks like these, unless another first store was faster."""
+        with self._building:
+            if self._stack is None:
+                self._check_open()
+                layout = KVLayout.of(blocks)
+                stack = build_stack(self.settings, layout, self._epoch, self._directory, self._delivery.arrived)
+                with self._lock:
+                    self._stack = stack
+            return self._stack
+
+    # -- hints and removal --------------------------------------------------------------------------------------
+
+    def touch(self, match: Match) -> None:
+        """The match was used without a load (an engine's own HBM hit). Once per match; `load` and `store` do it too."""
+        with self._planning() as stack:
+            if stack is not None and not match.once[0]:
+                match.once[0] = True
+                stack.planner.touch(match.prompt.symbols, match.blocks, match.epoch, self._clock())
+
+    def release(self, tokens: Tokens, extra: Extra | None = None) -> int:
+        """Hint: this conversation ended. What only its path uses leaves first. Returns how many blocks that is."""
+        prompt = encode_prompt(tokens, self.settings.block_tokens, extra)
+        with self._planning() as stack:
+            return 0 if stack is None else stack.planner.release(prompt.symbols, prompt.n, self._clock())
+
+    def pin(self, match: Match) -> Pin:
+        """Keep a match's blocks where they are until `unpin`; at most half of a tier can be held."""
+        with self._planning() as stack:
+            held: list[tuple[int, Slots]] = []
+            if stack is not None:
+                held = stack.planner.pin(match.prompt.symbols, match.blocks, match.epoch, self._clock())
+            return Pin(sum(len(slots) for _, slots in held), held)
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin. A second call does nothing."""
+        with self._planning() as stack:
+            held = pin.take()
+            if stack is not None and held:
+                stack.planner.unpin(held, self._clock())
+
+    def invalidate(self, prefix: Tokens, extra: Extra | None = None, timeout: float = 30.0) -> int:
+        """Drop the last full block of `prefix` and all that continues it, on every tier (no tokens: everything).
+
+        Returns the blocks dropped, once no crash can bring them back; NotDurableError where that took longer than
+        `timeout` seconds (they are gone in this process then). WorkerThreadError on the cache's own threads.
+        """
+        prompt = encode_prompt(prefix, self.settings.block_tokens, extra)
+        self._refuse_worker("invalidate")
+        with self._planning() as stack:
+            if stack is None:
+                return 0
+            dropped = stack.planner.invalidate(prompt.symbols, prompt.n, self._clock())
+        self._sync_or_raise(stack, timeout, "invalidate")
+        return dropped
+
+    def bump_epoch(self, tag: bytes | str | None = None, timeout: float = 30.0) -> bytes:
+        """The weights changed: nothing cached so far is ever found again, on any tier. Returns the new epoch.
+
+        tag: the new epoch, where instances share one; None: a random nonce. Returns once the change is durable;
+        NotDurableError where that took longer than `timeout` seconds. Loads under way end empty.
+        """
+        epoch = tag.encode() if isinstance(tag, str) else (tag if tag is not None else os.urandom(16))
+        if not 0 < len(epoch) <= 255:
+            raise ConfigError("tag", tag, "1 to 255 bytes are needed")
+        self._refuse_worker("bump_epoch")
+        with self._planning() as stack:
+            self._epoch = epoch
+            ended = stack.planner.new_epoch(epoch, self._clock()) if stack is not None else []
+            finished = [self._loads.pop(load.id) for load in ended if load.id in self._loads]
+        for future, load, match, out in finished:
+            self._complete(future, load, match, out)
+        if stack is not None:
+            self._sync_or_raise(stack, timeout, "bump_epoch")
+        elif self._directory is not None:
+            self._directory.write_epoch(epoch)
+        return epoch
+
+    def _sync_or_raise(self, stack: Stack, timeout: float, what: str) -> None:
+        if not stack.mover.sync(timeout):
+            raise NotDurableError(f"{what}: not durable after {timeout:g} s; retry it, or look at stats()")
+
+    # -- switches -----------------------------------------------------------------------------------------------
+
+    @property
+    def switch(self) -> Switch:
+        """The kill switch; assign "on", "off", "loads-off" or "stores-off" at run time."""
+        return self._switch
+
+    @switch.setter
+    def switch(self, value: Switch) -> None:
+        if value not in ("on", "off", "loads-off", "stores-off"):
+            raise ConfigError("switch", value, "one of on, off, loads-off, stores-off is needed")
+        self._switch = value
+
+    @property
+    def loads_enabled(self) -> bool:
+        """Lookups and loads find what is there."""
+        return self._switch in ("on", "stores-off")
+
+    @property
+    def stores_enabled(self) -> bool:
+        """Stores are taken."""
+        return self._switch in ("on", "loads-off")
+
+    # -- looking inside -----------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> KVLayout | None:
+        """Shape and dtype of a block; None until it is known."""
+        return self._stack.layout if self._stack is not None else None
+
+    @property
+    def epoch(self) -> bytes:
+        """Which weights the cached blocks belong to."""
+        return self._epoch
+
+    def stats(self) -> CacheStats:
+        """A snapshot of everything counted."""
+        self._check_open()
+        with self._lock:
+            return collect(self.settings, self._switch, self._stack, self._directory)
+
+    def check(self, fix: bool = False) -> list[str]:
+        """Verify every internal rule; returns what is broken, in words (empty: all is well). O(everything cached).
+
+        With `fix`, blocks whose only copy was found wrong are dropped, with all that continues them.
+        """
+        with self._planning() as stack:
+            if stack is None:
+                return []
+            if fix:
+                stack.planner.drop_bad(self._clock())
+            return stack.planner.check()
+
+    # -- ending -------------------------------------------------------------------------------------------------
+
+    def flush(self, timeout: float | None = None, to: str | None = None) -> bool:
+        """Wait for the copies in flight. With `to="nvme"`, also write what lives only above, and commit it.
+
+        True when all that was there at the call is where it was asked to be; False at the timeout, or where blocks
+        could not be written (stats say why). Partial blocks are never written. WorkerThreadError on own threads.
+        """
+        self._refuse_worker("flush")
+        if to is not None and (to != "nvme" or nvme_of(self.settings) is None):
+            raise ConfigError("to", to, 'only "nvme" persists, and these tiers must have it')
+        began = self._clock()
+        with self._planning() as stack:
+            if stack is not None and to is not None:
+                stack.planner.drain(began)
+        if stack is None:
+            return True
+        until = None if timeout is None else time.monotonic() + timeout
+        if not self._wait_idle(stack, until, drained=to is not None):
+            return False
+        if to is None:
+            return True
+        left = None if until is None else max(0.0, until - time.monotonic())
+        if not stack.mover.sync(left if left is not None else 3600.0):
+            return False
+        with self._lock:
+            return stack.planner.lacking(began) == 0
+
+    def _wait_idle(self, stack: Stack, until: float | None, *, drained: bool) -> bool:
+        with self._changed:
+            while not stack.planner.idle(drained=drained):
+                left = _WAKE_S if until is None else min(_WAKE_S, until - time.monotonic())
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+                stack.planner.tend(self._clock())
+                self._hand_over(stack)
+        return True
+
+    def close(self, timeout: float = 30.0) -> bool:
+        """Write what lives only in memory to NVMe, most reusable first, then stop; at most `timeout` seconds.
+
+        True when everything is on NVMe (or nothing persists) and nothing was lost. A second call does nothing. Futures
+        still open end with what they have. Loaded blocks stay readable until they are released.
+        """
+        if self._closed or self._dead:
+            return True
+        self._refuse_worker("close")
+        began = time.monotonic()
+        persists = nvme_of(self.settings) is not None
+        complete = self.flush(timeout * 0.8, to="nvme" if persists and self.stores_enabled else None)
+        with self._building:
+            with self._lock:
+                if self._closed:
+                    return True
+                self._closed = True
+            stack = self._stack
+        if stack is not None:
+            complete = stack.mover.close(max(1.0, timeout - (time.monotonic() - began))) and complete
+            self._end_everything(stack)
+        if self._directory is not None:
+            self._directory.close()
+        _LIVE.discard(self)
+        return complete
+
+    def _end_everything(self, stack: Stack) -> None:
+        """After the mover has stopped: nobody waits for what will not come."""
+        with self._lock:
+            tickets = list(self._tickets.values())
+            loads = list(self._loads.values())
+            self._tickets.clear()
+            self._loads.clear()
+            self._changed.notify_all()
+        for ticket, _ in tickets:
+            ticket.complete(0)
+        for future, _, _, out in loads:
+            if future.set_running_or_notify_cancel():
+                future.set_result(Loaded(0, 0, memory=stack.memory, out=out))
+
+    def __enter__(self) -> TieredKVCache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        tiers = ", ".join(type(tier).__name__ for tier in self.settings.tiers)
+        state = "closed" if self._closed else ("open" if self._stack is not None else "open, layout not known yet")
+        return f"TieredKVCache({tiers}; {state})"
+
+    # -- between planner and mover ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _planning(self) -> Iterator[Stack | None]:
+        """The planner's lock; what the planner decided goes to the mover before it is released."""
+        self._check_open()
+        with self._lock:
+            self._drop_loads()
+            stack = self._stack
+            yield stack
+            if stack is not None:
+                self._hand_over(stack)
+
+    def _hand_over(self, stack: Stack) -> None:
+        messages = stack.planner.take_messages()
+        if messages and not self._closed:
+            self._delivery.submitted(messages)
+            stack.mover.submit(messages)
+
+    def _drop_loads(self) -> None:
+        while self._dropped and self._stack is not None:
+            self._stack.planner.release_load(self._dropped.popleft(), self._clock())
+
+    def _apply(self, message: PlannerMessage) -> None:
+        """One message from the mover: commit, tend, submit what follows; then, with no lock held, complete futures."""
+        stack = self._stack
+        if stack is None or self._dead:
+            return
+        with self._lock:
+            outcome = stack.planner.commit(message, self._clock())
+            self._hand_over(stack)
+            ticket = self._tickets.pop(outcome.job, None)
+            finished = [self._loads.pop(load.id) for load in outcome.loads if load.id in self._loads]
+            self._changed.notify_all()
+        if ticket is not None:
+            stack.mover.detach(ticket[1])
+            ticket[0].complete(int(outcome.ok.sum()) if outcome.ok is not None else 0)
+        for future, load, match, out in finished:
+            self._complete(future, load, match, out)
+
+    def _check_open(self) -> None:
+        if self._dead:
+            raise CacheClosedError("this cache belongs to the parent process: open another one after fork")
+        if self._closed:
+            raise CacheClosedError("the cache is closed")
+
+    def _refuse_worker(self, what: str) -> None:
+        self._check_open()
+        if is_worker_thread():
+            raise WorkerThreadError(f"{what} would wait for the thread that called it")
+
+    def _abandon(self) -> None:
+        """In a forked child: close lock and data descriptors, touch neither memory nor catalog."""
+        self._dead = True
+        if self._stack is not None:
+            self._stack.mover.abandon()
+            if self._stack.catalog is not None:
+                self._stack.catalog.abandon()
+            for tier in self._stack.tiers:
+                abandon = getattr(tier, "abandon", None)
+                if abandon is not None:
+                    abandon()
+        if self._directory is not None:
+            self._directory.abandon()
+
+
+_LIVE: weakref.WeakSet[TieredKVCache] = weakref.WeakSet()
+_INHERITED: list[TieredKVCache] = []
+"""In a forked child: the parent's caches, never destroyed there."""
+
+
+def _after_fork_in_child() -> None:
+    for cache in list(_LIVE):
+        _INHERITED.append(cache)
+        cache._abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _release_result(future: Any) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().release()
+
+
+def _diverged_at(prompt: Prompt, words: int) -> int | None:
+    """The first token off every cached path, from the int32 words that lie on one."""
+    width = prompt.symbol_nbytes // 4
+    blocks, rest = divmod(words, width)
+    token = min(blocks, prompt.n) * prompt.block_tokens
+    if prompt.raw:
+        token += min(rest, prompt.block_tokens)
+        if blocks >= prompt.n and not prompt.partial:
+            token = prompt.n * prompt.block_tokens + (words - prompt.n * width)
+    return None if token >= prompt.token_count else token
+
+
+def _steady_wall_clock() -> Callable[[], float]:
+    """Wall-clock seconds that never go back: the wall clock now, plus what the monotonic clock adds."""
+    offset = time.time() - time.monotonic()
+    return lambda: time.monotonic() + offset

@@ -1,0 +1,286 @@
+"""Opening a catalog: read what is there, decide whether it may be used, and keep what is reachable."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.catalog_check import drop_marker, install, make_sound, set_aside
+from tiercache.catalog_recover import Tree, trace
+from tiercache.catalog_rows import (
+    RECORD_SLOTS,
+    ROW,
+    Change,
+    DamagedCatalogError,
+    Manifest,
+    RowStore,
+    RowTable,
+    check_record,
+    map_nbytes_for,
+    used_nbytes,
+)
+from tiercache.directory import StoreDirectory
+from tiercache.errors import ConfigError
+from tiercache.tiers.fileio import OS_FILES, FileOps
+from tiercache.tiers.nvme import extents_for
+from tiercache.types import Recovered, Slots
+
+__all__ = ["Loaded", "Symbols", "adopt", "load", "make_fresh", "open_store", "peek_manifest", "recovered_of"]
+
+_LOG = logging.getLogger("tiercache.catalog")
+
+
+@dataclass(slots=True, eq=False)
+class Symbols:
+    """All whole symbol records of a catalog, ascending."""
+
+    ids: NDArray[np.uint64]
+    totals: NDArray[np.int32]
+    """Symbols per record."""
+    starts: NDArray[np.int64]
+    """Where each record's symbols begin in `raw`."""
+    raw: NDArray[np.uint8]
+    width: int
+
+    def of(self, rows: RowTable) -> bytes:
+        """The symbols of `rows`, side by side."""
+        at = np.searchsorted(self.ids, rows["symbol_record"])
+        begins = self.starts[at] + rows["symbol_offset"].astype(np.int64) * self.width
+        if len(begins) == 0:
+            return b""
+        windows = np.lib.stride_tricks.sliding_window_view(self.raw, self.width)
+        return bytes(windows[begins].tobytes())
+
+
+@dataclass(slots=True, eq=False)
+class Loaded:
+    """What a catalog file says, and what of it is reachable."""
+
+    manifest: Manifest
+    next_symbol: int
+    rows: RowTable
+    """`[capacity]`; only the slots of `tree` are not zero."""
+    tree: Tree
+    symbols: Symbols
+    forgotten: int
+    """Rows dropped since they were not reachable, had no symbol, or no room any more."""
+    stale_records: set[int]
+    """Records of `rows` that the file still has otherwise."""
+
+
+def peek_manifest(directory: StoreDirectory) -> Manifest | None:
+    """What `directory` was last used for; None where it holds no usable catalog.
+
+    `epoch` is b"" where the catalog and the epoch file disagree: a start with either is cold, take a new one. Copies
+    the catalog first where the last stop was unclean. FormatVersionError, ConfigError (no space for that copy).
+    """
+    make_sound(directory)
+    path = directory.catalog_path
+    if not path.exists():
+        return None
+    try:
+        store = RowStore(path, used_nbytes(path), readonly=True)
+        try:
+            manifest = store.read_manifest()[0]
+        finally:
+            store.close()
+    except (DamagedCatalogError, lmdb.Error) as e:
+        set_aside(directory, str(e))
+        return None
+    if manifest.store_id != directory.store_id:
+        return None
+    return manifest if manifest.epoch == directory.read_epoch() else replace(manifest, epoch=b"")
+
+
+def adopt(directory: StoreDirectory, wanted: Manifest, root_ident: int) -> tuple[Loaded | None, str]:
+    """Read the catalog of `directory` if it is of the `wanted` kind; else None and why not. Changes no catalog file.
+
+    FormatVersionError, ConfigError as `peek_manifest`.
+    """
+    make_sound(directory)
+    path = directory.catalog_path
+    if not path.exists():
+        return None, directory.cold_reason or "new"
+    try:
+        store = RowStore(path, used_nbytes(path), readonly=True)
+        try:
+            manifest, next_symbol = store.read_manifest()
+            reason = _difference(directory, manifest, wanted)
+            if reason:
+                _LOG.warning("%s: its catalog is of another %s: forgotten, the start is cold", directory.path, reason)
+                directory.cold_reason = reason
+                return None, reason
+            loaded = load(store, manifest, next_symbol, root_ident)
+        finally:
+            store.close()
+    except (DamagedCatalogError, lmdb.Error) as e:
+        set_aside(directory, str(e))
+        return None, directory.cold_reason
+    return loaded, ""
+
+
+def _difference(directory: StoreDirectory, found: Manifest, wanted: Manifest) -> str:
+    """The first thing in which a catalog is not the wanted one, "" if it is."""
+    if found.store_id != directory.store_id:
+        return "store"
+    if found.namespace != wanted.namespace:
+        return "namespace"
+    if dict(found.layout) != dict(wanted.layout) or found.block_nbytes != wanted.block_nbytes:
+        return "layout"
+    if found.block_tokens != wanted.block_tokens or found.symbol_nbytes != wanted.symbol_nbytes:
+        return "block_tokens"
+    if found.epoch != wanted.epoch or directory.read_epoch() != wanted.epoch:
+        return "epoch"
+    return ""
+
+
+def load(store: RowStore, manifest: Manifest, next_symbol: int, root_ident: int) -> Loaded:
+    """Read all records into arrays and keep what is reachable; one sequential pass, no payload."""
+    rows = _load_rows(store, manifest.capacity)
+    symbols = _load_symbols(store, manifest.symbol_nbytes)
+    present = rows["symbol_record"] != 0
+    slots = np.flatnonzero(present)
+    records, offsets = rows["symbol_record"][slots], rows["symbol_offset"][slots]
+    if len(symbols.ids):
+        at = np.minimum(np.searchsorted(symbols.ids, records), len(symbols.ids) - 1)
+        whole = (symbols.ids[at] == records) & (offsets < symbols.totals[at])
+    else:
+        whole = np.zeros(len(slots), dtype=np.bool_)
+    claimed = present.copy()
+    claimed[slots[~whole]] = False
+    tree = trace(rows, claimed, root_ident)
+    gone = present
+    gone[tree.slots] = False
+    dropped = np.flatnonzero(gone)
+    rows[dropped] = np.zeros((), dtype=ROW)
+    following = max(next_symbol, int(symbols.ids[-1]) + 1 if len(symbols.ids) else 1)
+    stale = set(np.unique(dropped // RECORD_SLOTS).tolist())
+    return Loaded(manifest, following, rows, tree, symbols, len(dropped), stale)
+
+
+def _load_rows(store: RowStore, capacity: int) -> RowTable:
+    records = -(-capacity // RECORD_SLOTS)
+    table = np.zeros((records, RECORD_SLOTS), dtype=ROW)
+    keys, values = [], []
+    for key, value in store.records("rows"):
+        if key < records and check_record("rows", key, value):
+            keys.append(key)
+            values.append(value)
+    if keys:
+        packed = np.frombuffer(b"".join(values), dtype=np.uint8).reshape(len(keys), -1)
+        packed = np.ascontiguousarray(packed[:, : RECORD_SLOTS * ROW.itemsize])
+        table[keys] = packed.view(ROW)
+    rows: RowTable = table.reshape(-1)[:capacity]
+    return rows
+
+
+def _load_symbols(store: RowStore, width: int) -> Symbols:
+    keys, values = [], []
+    for key, value in store.records("symbols"):
+        if check_record("symbols", key, value) and int.from_bytes(value[4:8], "little") == width:
+            keys.append(key)
+            values.append(value)
+    lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
+    starts = np.cumsum(lengths) - lengths + 8
+    raw = np.frombuffer(b"".join(values), dtype=np.uint8)
+    return Symbols(np.array(keys, dtype=np.uint64), ((lengths - 16) // width).astype(np.int32), starts, raw, width)
+
+
+def recovered_of(loaded: Loaded) -> Recovered:
+    """What the planner learns at the start."""
+    slots = loaded.tree.slots
+    rows = loaded.rows[slots]
+    return Recovered(
+        slots=slots,
+        parents=loaded.tree.parents,
+        idents=np.ascontiguousarray(rows["ident"]),
+        symbols=loaded.symbols.of(rows),
+        last_use=np.ascontiguousarray(rows["last_use"]),
+        uses=np.ascontiguousarray(rows["uses"]),
+        forgotten=loaded.forgotten,
+    )
+
+
+def cold(reason: str) -> Recovered:
+    """Nothing, and why."""
+    none: Slots = np.empty(0, dtype=np.int32)
+    return Recovered(
+        slots=none,
+        parents=np.empty(0, dtype=np.int64),
+        idents=np.empty(0, dtype=np.uint64),
+        symbols=b"",
+        last_use=np.empty(0, dtype=np.float64),
+        uses=np.empty(0, dtype=np.uint32),
+        reason=reason,
+    )
+
+
+def make_fresh(directory: StoreDirectory, wanted: Manifest, capacity: int, ops: FileOps = OS_FILES) -> Manifest:
+    """Replace the catalog, if there is one, by an empty one of the `wanted` kind; durable on return.
+
+    ConfigError where the disk has no room for it.
+    """
+    manifest = replace(wanted, store_id=directory.store_id, capacity=capacity, extents=extents_for(capacity))
+    place = directory.path / f"catalog.new-{secrets.token_hex(4)}"
+    try:
+        directory.write_epoch(wanted.epoch)
+        place.mkdir(mode=0o700)
+        place.chmod(0o700)
+        path = place / "data.mdb"
+        store = RowStore(path, map_nbytes_for(capacity, wanted.symbol_nbytes))
+        try:
+            store.apply(Change(manifest=manifest))
+        finally:
+            store.close()
+        reserve(directory, path, map_nbytes_for(capacity, wanted.symbol_nbytes), ops)
+        install(directory, place)
+    except (OSError, lmdb.Error) as e:
+        raise ConfigError(
+            "path", str(directory.path), f"no catalog can be made there ({e}); {directory.free_nbytes()} bytes are free"
+        ) from e
+    return manifest
+
+
+def open_store(directory: StoreDirectory, manifest: Manifest, durability: str, ops: FileOps = OS_FILES) -> RowStore:
+    """Open the catalog for writing, its whole map reserved on disk. The marker of the orderly close goes first.
+
+    ConfigError where that fails.
+    """
+    path = directory.catalog_path
+    try:
+        drop_marker(directory)
+        nbytes = max(map_nbytes_for(manifest.capacity, manifest.symbol_nbytes), 2 * used_nbytes(path))
+        reserve(directory, path, nbytes, ops)
+        return RowStore(path, nbytes, metasync=durability == "power")
+    except (lmdb.Error, OSError, DamagedCatalogError) as e:
+        raise ConfigError("path", str(directory.path), f"the catalog there cannot be opened ({e})") from e
+
+
+def reserve(directory: StoreDirectory, path: Path, nbytes: int, ops: FileOps) -> None:
+    """Allocate a catalog file up to its map size, so that a full disk cannot stop a transaction later."""
+    fd = ops.open(str(path), os.O_RDWR, 0o600)
+    try:
+        length, allocated = ops.size(fd)
+        if length < nbytes or allocated < nbytes:
+            ops.fallocate(fd, nbytes)
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = directory.free_nbytes()
+            raise ConfigError(
+                "path",
+                str(directory.path),
+                f"the catalog needs {nbytes} bytes, {nbytes - allocated} more than it has; {free} are free",
+            ) from e
+        if e.errno != errno.EOPNOTSUPP:
+            raise
+        directory.remark("the file system cannot preallocate: a disk that fills up stops the catalog")
+    finally:
+        ops.close(fd)

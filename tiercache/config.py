@@ -1,0 +1,429 @@
+"""Tiers and settings from Python objects, strings, dicts, TOML or JSON: checked, and explained where they are wrong.
+
+Every ConfigError names the field, its value, and what would be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, TypeAlias, cast
+
+from tiercache.errors import ConfigError, LayoutError
+from tiercache.layout import KVLayout, Namespace
+
+__all__ = [
+    "DRAM",
+    "EXCLUSIVE_BELOW",
+    "HBM",
+    "POLICIES",
+    "RAM_FRACTION",
+    "Durability",
+    "NVMe",
+    "Settings",
+    "Switch",
+    "Tier",
+    "check_memory",
+    "format_size",
+    "load_config",
+    "parse_size",
+    "parse_tier",
+    "ram_nbytes",
+]
+
+RAM_FRACTION = 0.85
+"""The most of physical memory, or of the cgroup's limit, that tiers in host memory may take together."""
+EXCLUSIVE_BELOW = 5
+"""A slow tier under this many times the fast one gives its copy up on promotion."""
+POLICIES = ("lru",)
+
+Durability: TypeAlias = Literal["power", "process"]
+Switch: TypeAlias = Literal["on", "off", "loads-off", "stores-off"]
+
+_DURABILITIES = ("power", "process")
+_SWITCHES = ("on", "off", "loads-off", "stores-off")
+_UNITS = {"B": 1} | {
+    unit: base**power
+    for power, letter in enumerate("KMGTP", start=1)
+    for unit, base in ((f"{letter}B", 1000), (f"{letter}IB", 1024))
+}
+_REMOTE_SCHEMES = ("mooncake", "redis", "rdma")
+_NO_LIMIT_NBYTES = 1 << 60
+"""cgroup v1 writes "no limit" as a number near 2**63."""
+
+
+def parse_size(value: int | str, field_name: str = "size") -> int:
+    """Bytes of `8GiB` (2**30), `200GB` (10**9), `4096B`, `1.5MiB`, or of a plain number. At least 0, below 2**63.
+
+    ConfigError where it is none of these; `8G` is refused, for it may mean either unit.
+    """
+    remedy = 'write a number with a unit, such as "8GiB" (2^30) or "8GB" (10^9)'
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(field_name, value, remedy)
+    if isinstance(value, int):
+        return _checked_size(value, value, field_name)
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", value, re.ASCII)
+    if match is None:
+        raise ConfigError(field_name, value, remedy)
+    number, unit = match[1], match[2].upper() or "B"
+    if len(unit) == 1 and unit in "KMGTP":
+        binary, decimal = f"{number}{unit}iB", f"{number}{unit}B"
+        raise ConfigError(field_name, value, f'ambiguous: write "{binary}" (powers of 1024) or "{decimal}" (of 1000)')
+    if unit not in _UNITS:
+        raise ConfigError(field_name, value, remedy)
+    whole, _, decimals = number.partition(".")
+    scaled, rest = divmod(int(whole + decimals) * _UNITS[unit], 10 ** len(decimals))
+    if rest and unit == "B":
+        raise ConfigError(field_name, value, "bytes come whole")
+    return _checked_size(scaled, value, field_name)
+
+
+def _checked_size(nbytes: int, value: int | str, field_name: str) -> int:
+    if not 0 <= nbytes < 1 << 63:
+        raise ConfigError(field_name, value, "a size of at least 0 and below 2^63 bytes is needed")
+    return nbytes
+
+
+def format_size(nbytes: int) -> str:
+    """`nbytes` in the largest binary unit that it reaches, at most two decimals, rounded down: 8GiB, 1.5MiB, 999B."""
+    for power, unit in ((50, "PiB"), (40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << power:
+            hundredths = nbytes * 100 >> power
+            return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".") + unit
+    return f"{nbytes}B"
+
+
+@dataclass(frozen=True)
+class HBM:
+    """GPU memory, or with `device="cpu"` host memory that stands in for it (and counts as RAM)."""
+
+    size: int | str
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        """Check; `size` becomes bytes."""
+        _set_size(self, "HBM.size", self.size)
+        if not isinstance(self.device, str) or not re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device):
+            raise ConfigError("HBM.device", self.device, '"cuda", "cuda:1" or "cpu" is needed')
+
+    @property
+    def size_nbytes(self) -> int:
+        """The size in bytes."""
+        return cast(int, self.size)
+
+
+@dataclass(frozen=True)
+class DRAM:
+    """Host memory."""
+
+    size: int | str
+
+    def __post_init__(self) -> None:
+        """Check; `size` becomes bytes."""
+        _set_size(self, "DRAM.size", self.size)
+
+    @property
+    def size_nbytes(self) -> int:
+        """The size in bytes."""
+        return cast(int, self.size)
+
+
+@dataclass(frozen=True)
+class NVMe:
+    """Files in a directory of their own. `path` becomes a Path, `~` expanded."""
+
+    path: str | os.PathLike[str]
+    size: int | str
+    write_after_s: float | None = 2.0
+    """Seconds after which a block in the tier above is written here too; None: only when it is evicted there."""
+    durability: Durability = "power"
+    """"power": what is acknowledged survives a power cut. "process": only a crash of the process; no data sync."""
+    threads: int = 8
+    """Threads of the tier's I/O pool."""
+    read_deadline_s: float = 5.0
+    write_deadline_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Check; `size` becomes bytes."""
+        if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
+            raise ConfigError("NVMe.path", self.path, "a directory is needed")
+        object.__setattr__(self, "path", Path(self.path).expanduser())
+        _set_size(self, "NVMe.size", self.size)
+        if self.write_after_s is not None:
+            _check_seconds("NVMe.write_after_s", self.write_after_s, zero=True, also=", or None (on eviction only)")
+        _check_choice("NVMe.durability", self.durability, _DURABILITIES)
+        _check_int("NVMe.threads", self.threads, 1, 256)
+        _check_seconds("NVMe.read_deadline_s", self.read_deadline_s)
+        _check_seconds("NVMe.write_deadline_s", self.write_deadline_s)
+
+    @property
+    def size_nbytes(self) -> int:
+        """The size in bytes."""
+        return cast(int, self.size)
+
+    @property
+    def directory(self) -> Path:
+        """`path` as a Path."""
+        return cast(Path, self.path)
+
+
+Tier: TypeAlias = HBM | DRAM | NVMe
+_TIERS: dict[str, type[HBM] | type[DRAM] | type[NVMe]] = {"hbm": HBM, "dram": DRAM, "nvme": NVMe}
+
+
+def _set_size(tier: object, name: str, size: int | str) -> None:
+    nbytes = parse_size(size, name)
+    if nbytes == 0:
+        raise ConfigError(name, size, "more than 0 bytes are needed")
+    object.__setattr__(tier, "size", nbytes)
+
+
+def _check_seconds(name: str, value: object, zero: bool = False, also: str = "") -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or cast(float, value) < 0 or (value == 0 and not zero):
+        raise ConfigError(name, value, f"a number of seconds {'of at least' if zero else 'above'} 0 is needed{also}")
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(name, value, f"an integer from {low} to {high} is needed")
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(name, value, f"one of {', '.join(choices)} is needed{_nearest(value, choices)}")
+
+
+def _nearest(value: object, choices: Iterable[str]) -> str:
+    """`; did you mean ...?`, or nothing."""
+    near = difflib.get_close_matches(str(value), list(choices), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _build(make: Any, values: Mapping[str, Any], where: str) -> Any:
+    """Call a dataclass with a mapping; ConfigError for keys it does not have or needs."""
+    known = {item.name: item for item in fields(make)}
+    prefix = f"{where}." if where else ""
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{prefix}{key}", values[key], f"no such setting{_nearest(key, known)}")
+    for name, item in known.items():
+        if name not in values and item.default is MISSING and item.default_factory is MISSING:
+            raise ConfigError(f"{prefix}{name}", None, "this setting is required")
+    return make(**values)
+
+
+def parse_tier(tier: Tier | str | Mapping[str, Any], where: str = "tier") -> Tier:
+    """A tier from itself, from a string, or from a mapping (`kind` and the fields of the class).
+
+    Strings: `dram:8GiB`, `nvme:/mnt/kv:200GiB` (the path may hold colons), `hbm:2GiB`, `hbm:cpu:2GiB`. ConfigError
+    otherwise; remote tiers are not available in this version.
+    """
+    if isinstance(tier, (HBM, DRAM, NVMe)):
+        return tier
+    if isinstance(tier, Mapping):
+        kind = tier.get("kind")
+        if not isinstance(kind, str) or kind not in _TIERS:
+            raise ConfigError(f"{where}.kind", kind, f"one of {', '.join(_TIERS)} is needed{_nearest(kind, _TIERS)}")
+        return cast(Tier, _build(_TIERS[kind], {key: tier[key] for key in tier if key != "kind"}, where))
+    if not isinstance(tier, str):
+        raise ConfigError(where, tier, "a tier object, a string such as dram:8GiB, or a table is needed")
+    kind, _, rest = tier.partition(":")
+    kind = kind.strip().lower()
+    if kind in _REMOTE_SCHEMES or rest.startswith("//"):
+        raise ConfigError(where, tier, "remote tiers are not available in this version: use hbm, dram and nvme")
+    if kind not in _TIERS:
+        raise ConfigError(where, tier, f"one of {', '.join(_TIERS)} is needed before the colon{_nearest(kind, _TIERS)}")
+    middle, colon, size = rest.rpartition(":")
+    if not size:
+        raise ConfigError(where, tier, f"a size is needed at the end, such as {tier.rstrip(':')}:8GiB")
+    if kind == "nvme":
+        if not middle:
+            raise ConfigError(where, tier, "a directory and a size are needed, such as nvme:/mnt/kv:200GiB")
+        return NVMe(middle, parse_size(size, where))
+    nbytes = parse_size(size, where)
+    if kind == "hbm":
+        return HBM(nbytes, middle) if colon else HBM(nbytes)
+    if colon:
+        raise ConfigError(where, tier, "only a size is needed, such as dram:8GiB")
+    return DRAM(nbytes)
+
+
+def _switch_from_env() -> Switch:
+    value = os.environ.get("TIERCACHE", "").strip().lower() or "on"
+    _check_choice("TIERCACHE (environment)", value, _SWITCHES)
+    return cast(Switch, value)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a cache is built from, checked. ConfigError (or LayoutError, from a KVLayout) where it is wrong."""
+
+    tiers: tuple[Tier, ...]
+    """Fastest first: HBM, DRAM, NVMe, each at most once. Also given as a list, as strings or as mappings."""
+    layout: KVLayout | None = None
+    """None: learnt from the first store or from the manifest. Also given as a mapping."""
+    namespace: Namespace | None = None
+    """None: the directory is the identity. Also given as a string, or as a mapping of parts."""
+    epoch: bytes | None = None
+    """Which weights; None: the manifest's, else a new nonce. Also given as a string (UTF-8)."""
+    block_tokens: int = 16
+    policy: str = "lru"
+    exclusive: bool | None = None
+    """Give the slow copy up on promotion; None: where the slow tier is under EXCLUSIVE_BELOW times the fast one."""
+    switch: Switch = field(default_factory=_switch_from_env)
+    """Kill switch at start; by default from the environment variable TIERCACHE."""
+
+    def __post_init__(self) -> None:
+        """Check, and turn every short form into the object it stands for."""
+        object.__setattr__(self, "tiers", _checked_tiers(self.tiers))
+        layout: Any = self.layout
+        if isinstance(layout, Mapping):
+            try:
+                object.__setattr__(self, "layout", KVLayout.from_dict(layout))
+            except LayoutError as error:
+                raise ConfigError("layout", layout, str(error)) from None
+        elif layout is not None and not isinstance(layout, KVLayout):
+            raise ConfigError("layout", layout, "a KVLayout, or a table of block_shape and dtype, is needed")
+        object.__setattr__(self, "namespace", _checked_namespace(self.namespace))
+        object.__setattr__(self, "epoch", _checked_epoch(self.epoch))
+        _check_int("block_tokens", self.block_tokens, 1, 1 << 20)
+        _check_choice("policy", self.policy, POLICIES)
+        if self.exclusive is not None and not isinstance(self.exclusive, bool):
+            raise ConfigError("exclusive", self.exclusive, "true, false, or nothing (automatic) is needed")
+        _check_choice("switch", self.switch, _SWITCHES)
+
+    @property
+    def loads_enabled(self) -> bool:
+        """False where the switch turns loads off."""
+        return self.switch in ("on", "stores-off")
+
+    @property
+    def stores_enabled(self) -> bool:
+        """False where the switch turns stores off."""
+        return self.switch in ("on", "loads-off")
+
+    def is_exclusive(self, slow_level: int) -> bool:
+        """Whether a promotion out of `slow_level` (1 is the second tier) gives the copy there up."""
+        if not 0 < slow_level < len(self.tiers):
+            raise ValueError(f"slow_level = {slow_level}: 1 to {len(self.tiers) - 1} is needed")
+        if self.exclusive is not None:
+            return self.exclusive
+        fast, slow = self.tiers[slow_level - 1], self.tiers[slow_level]
+        return slow.size_nbytes < EXCLUSIVE_BELOW * fast.size_nbytes
+
+
+def _checked_tiers(tiers: Any) -> tuple[Tier, ...]:
+    example = 'a list of tiers is needed, fastest first, such as ["dram:8GiB", "nvme:/mnt/kv:200GiB"]'
+    if isinstance(tiers, (str, bytes)) or not isinstance(tiers, Sequence) or not tiers:
+        raise ConfigError("tiers", tiers, example)
+    parsed = tuple(parse_tier(tier, f"tiers[{i}]") for i, tier in enumerate(tiers))
+    order = tuple(_TIERS.values())
+    places = [order.index(type(tier)) for tier in parsed]
+    for i in range(1, len(places)):
+        if places[i] == places[i - 1]:
+            raise ConfigError(f"tiers[{i}]", tiers[i], "each kind of tier is allowed once")
+        if places[i] < places[i - 1]:
+            raise ConfigError(f"tiers[{i}]", tiers[i], "tiers go from fast to slow: HBM, DRAM, NVMe")
+    return parsed
+
+
+def _checked_namespace(value: Any) -> Namespace | None:
+    if value is None or isinstance(value, Namespace):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return Namespace.of(**value)
+    return Namespace(value)
+
+
+def _checked_epoch(value: Any) -> bytes | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = value.encode("utf-8", "surrogatepass")
+    if not isinstance(value, bytes) or not 0 < len(value) <= 255:
+        raise ConfigError("epoch", value, "1 to 255 bytes, as bytes or str, are needed")
+    return value
+
+
+def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Settings:
+    """Settings from a mapping, or from a `.toml` or `.json` file that holds one.
+
+    ConfigError for a file that cannot be read or parsed, and for unknown, missing or wrong settings.
+    """
+    if isinstance(source, Mapping):
+        return cast(Settings, _build(Settings, source, ""))
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError("config", source, "a mapping, or the path of a .toml or .json file, is needed")
+    path = Path(source).expanduser()
+    if path.suffix not in (".toml", ".json"):
+        raise ConfigError("config", str(path), "a file whose name ends in .toml or .json is needed")
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise ConfigError("config", str(path), f"cannot be read: {error.strerror}") from None
+    except ValueError as error:  # bad UTF-8, TOML or JSON
+        raise ConfigError("config", str(path), f"cannot be parsed: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError("config", str(path), "the file must hold one table of settings")
+    return cast(Settings, _build(Settings, values, ""))
+
+
+def ram_nbytes(tiers: Iterable[Tier]) -> int:
+    """Bytes of host memory that these tiers take: DRAM, and HBM on the device "cpu"."""
+    return sum(t.size_nbytes for t in tiers if isinstance(t, DRAM) or (isinstance(t, HBM) and t.device == "cpu"))
+
+
+def _read_text(path: str) -> str | None:
+    """The file's text; None where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def check_memory(ram_bytes: int, read: Callable[[str], str | None] = _read_text) -> int | None:
+    """Refuse more host memory than RAM_FRACTION of the machine's, or of the cgroup's limit (v1 or v2).
+
+    Returns the most that fits, in bytes; None where nothing is known of the machine. `read` gives the text of a file,
+    None where there is none (for tests). ConfigError says what would fit.
+    """
+    limits = []
+    match = re.search(r"^MemTotal:\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE)
+    if match:
+        limits.append((int(match[1]) * 1024, "physical memory"))
+    limits += [(limit, "the cgroup's memory limit") for limit in _cgroup_limits(read)]
+    if not limits:
+        return None
+    limit, what = min(limits)
+    fits = int(limit * RAM_FRACTION)
+    if ram_bytes > fits:
+        remedy = f"at most {format_size(fits)} fits ({RAM_FRACTION:.0%} of {what}, {format_size(limit)})"
+        raise ConfigError("tiers (host memory)", format_size(ram_bytes), f"{remedy}: make DRAM smaller")
+    return fits
+
+
+def _cgroup_limits(read: Callable[[str], str | None]) -> list[int]:
+    """Memory limits of this process's cgroups and all above them that can be seen."""
+    limits = []
+    for line in (read("/proc/self/cgroup") or "").splitlines():
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = (
+            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes") if controllers else ("/sys/fs/cgroup", "memory.max")
+        )
+        own = PurePosixPath("/", *(part for part in PurePosixPath(path).parts if part not in ("/", "..")))
+        for folder in (own, *own.parents):
+            text = (read(f"{top}{folder if str(folder) != '/' else ''}/{name}") or "").strip()
+            if text.isdecimal() and int(text) < _NO_LIMIT_NBYTES:
+                limits.append(int(text))
+    return limits

@@ -1,0 +1,102 @@
+"""What a lookup and a store answer: plain values and the ticket of a copy under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tiercache.errors import WorkerThreadError
+from tiercache.keys import Prompt
+from tiercache.mover.threads import is_worker_thread
+from tiercache.types import Slots
+
+__all__ = ["Match", "Pin", "Ticket"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """What the cache holds of a prompt. It pins nothing: a load shortens it by what is gone until then.
+
+    Valid for `load`, `touch`, `pin` and `prefetch` of the cache that made it, until the epoch changes (then empty).
+    """
+
+    tokens: int
+    """Leading tokens of the prompt that can be loaded."""
+    blocks: int
+    """The same in blocks."""
+    by_tier: Mapping[str, int]
+    """Of `blocks`, how many each tier would supply (the fastest that has them)."""
+    pending: int
+    """Blocks after those whose only copy is in flight: not loadable yet, but a store under them is accepted."""
+    diverged_at: int | None
+    """First token that no cached path continues with; None where the whole prompt lies on one. With hashed symbols
+    (`extra`) a multiple of the block size."""
+    estimated_load_s: float
+    """Seconds, from measured rates and queues; 0.0 where nothing was measured yet."""
+    prompt: Prompt = field(repr=False)
+    epoch: bytes = field(repr=False)
+    once: list[bool] = field(default_factory=lambda: [False], repr=False)
+    """Whether its recency was counted already (it is, once per match)."""
+
+
+class Ticket:
+    """A store under way. Completed by a worker thread, also where the copy failed or is overdue."""
+
+    __slots__ = ("_done", "accepted", "present", "reason", "stored")
+
+    def __init__(self, accepted: int, present: int, reason: str, done: bool) -> None:
+        self.accepted = accepted
+        """Blocks newly taken."""
+        self.present = present
+        """Blocks that were there, or on the way, already."""
+        self.reason = reason
+        """Why not all were taken: "" | parent_missing | no_room | queue_full | offline | stale_epoch | stores_off."""
+        self.stored = 0
+        """Of `accepted`, the blocks whose bytes arrived; final once `copied`."""
+        self._done = threading.Event()
+        if done:
+            self._done.set()
+
+    def __repr__(self) -> str:
+        state = f"stored {self.stored}" if self.copied else "copying"
+        why = f", {self.reason}" if self.reason else ""
+        return f"Ticket(accepted {self.accepted}, present {self.present}, {state}{why})"
+
+    @property
+    def copied(self) -> bool:
+        """True once the caller may reuse `blocks`."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until `copied`, at most `timeout` seconds; every job has a deadline of its own. Returns `copied`.
+
+        WorkerThreadError on one of the cache's own threads.
+        """
+        if not self.copied and is_worker_thread():
+            raise WorkerThreadError("Ticket.wait() would wait for the thread that called it")
+        return self._done.wait(timeout)
+
+    def complete(self, stored: int) -> None:
+        """For the cache: the copy is over."""
+        self.stored = stored
+        self._done.set()
+
+
+class Pin:
+    """A hold made by `TieredKVCache.pin`, ended by `unpin`."""
+
+    __slots__ = ("_held", "blocks")
+
+    def __init__(self, blocks: int, held: list[tuple[int, Slots]]) -> None:
+        self.blocks = blocks
+        """How many blocks are held; fewer than asked where the bounds say so."""
+        self._held = held
+
+    def __repr__(self) -> str:
+        return f"Pin({self.blocks} blocks{'' if self._held else ', ended'})"
+
+    def take(self) -> list[tuple[int, Slots]]:
+        """For the cache: what is held, once."""
+        held, self._held = self._held, []
+        return held

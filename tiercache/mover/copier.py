@@ -1,0 +1,239 @@
+"""The copy of one part of a job, from whatever holds the bytes to wherever they go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tiercache.checksum import checksums
+from tiercache.mover.job import OutsideRows, RunningJob
+from tiercache.mover.ledger import BlockLedger
+from tiercache.mover.stats import Counters
+from tiercache.tiers.base import Rows, SlotTier, contiguous_runs
+from tiercache.tiers.dram import map_rows
+from tiercache.types import CALLER, Bools, CopyJob, Slots
+
+__all__ = ["Copier", "Staging"]
+
+MEMORY_PART_NBYTES = 8 << 20
+IO_PART_NBYTES = 1 << 20
+
+
+class Staging:
+    """One thread's aligned rows, mapped at first use: what a slow read fills and a last copy empties."""
+
+    def __init__(self) -> None:
+        self._rows: Rows | None = None
+
+    def rows(self, n: int, stride: int) -> Rows:
+        """Uint8 `[n, stride]`, page aligned; undefined contents, valid until the next call."""
+        if self._rows is None or len(self._rows) < n:
+            self._rows = map_rows(n, stride)
+        return self._rows[:n]
+
+
+class Copier:
+    """Runs parts of jobs. `announce(running)` delivers a JobOverdue that became due while a last copy ran."""
+
+    def __init__(
+        self,
+        tiers: Sequence[SlotTier],
+        ledger: BlockLedger | None,
+        counters: Counters,
+        announce: Callable[[RunningJob], None],
+    ) -> None:
+        self._tiers = tiers
+        self._ledger = ledger
+        self._counters = counters
+        self._announce = announce
+        self._block_nbytes = tiers[0].block_nbytes
+        self._stride = tiers[0].stride
+
+    def part_blocks(self, job: CopyJob) -> int:
+        """How many blocks of a job one thread copies at a time."""
+        slow = self._is_staged(job.src_level) or self._is_verifying(job.dst_level)
+        return max(1, (IO_PART_NBYTES if slow else MEMORY_PART_NBYTES) // self._stride)
+
+    def run(self, running: RunningJob, begin: int, end: int, staging: Staging) -> None:
+        """Copy blocks `begin` to `end` of a job; sets `running.ok`, and `running.checksums` for a persistent tier.
+
+        Raises what a misbehaving tier raises, LookupError where the caller's rows are not attached.
+        """
+        job = running.job
+        started_at = time.monotonic()
+        if job.src_level == CALLER:
+            self._from_caller(running, begin, end, staging)
+        elif self._is_staged(job.src_level):
+            self._from_staged(running, begin, end, staging)
+        else:
+            self._from_slab(running, begin, end)
+        self._count(running, begin, end, time.monotonic() - started_at)
+
+    def _is_verifying(self, level: int) -> bool:
+        return level != CALLER and self._tiers[level].verifies
+
+    def _is_staged(self, level: int) -> bool:
+        return level != CALLER and (self._tiers[level].verifies or self._tiers[level].slab is None)
+
+    # -- where the bytes come from ----------------------------------------------------------------------------------
+
+    def _from_slab(self, running: RunningJob, begin: int, end: int) -> None:
+        slab = self._tiers[running.job.src_level].slab
+        if slab is None:
+            raise LookupError(f"level {running.job.src_level} has no memory any more")
+        slots = running.job.src_slots
+        for first, last in contiguous_runs(slots[begin:end]):
+            slot = int(slots[begin + first])
+            self._into(running, begin + first, begin + last, slab[slot : slot + last - first], None)
+
+    def _from_caller(self, running: RunningJob, begin: int, end: int, staging: Staging) -> None:
+        job = running.job
+        for first, last in contiguous_runs(job.src_slots[begin:end]):
+            a, b = begin + first, begin + last
+            if not self._is_verifying(job.dst_level):
+                self._last_copy(running, a, b, None, None)
+                continue
+            rows = staging.rows(b - a, self._stride)
+            if self._take_into_staging(running, a, b, rows):
+                self._into(running, a, b, rows, None)
+
+    def _take_into_staging(self, running: RunningJob, a: int, b: int, rows: Rows) -> bool:
+        """The caller's rows must be free at JobOverdue, so a write that may hang never reads them."""
+        outside = running.enter_copy()
+        if outside is False:
+            return False
+        try:
+            rows[:, : self._block_nbytes] = self._take(running.job, outside, a, b)
+        finally:
+            if running.leave_copy():
+                self._announce(running)
+        return True
+
+    def _from_staged(self, running: RunningJob, begin: int, end: int, staging: Staging) -> None:
+        """A read that may hang or lie lands in staging, and is verified there."""
+        job = running.job
+        tier = self._tiers[job.src_level]
+        slots = job.src_slots[begin:end]
+        rows = staging.rows(end - begin, self._stride)
+        good = tier.read(slots, rows)
+        self._count_io_errors(running, job.src_level, good)
+        if tier.verifies and not running.cancelled:
+            good = self._verified(running, begin, end, rows, good)
+        if good.any():
+            self._into(running, begin, end, rows, good)
+
+    def _verified(self, running: RunningJob, begin: int, end: int, rows: Rows, arrived: Bools) -> Bools:
+        """Which blocks are the ones asked for, payload and identity."""
+        job = running.job
+        if self._ledger is None:
+            raise LookupError(f"level {job.src_level} verifies without a ledger")
+        idents = job.idents[begin:end]
+        expected, sums = self._ledger.expected(job.src_slots[begin:end])
+        right = (expected == idents) & (checksums(rows, self._block_nbytes, idents) == sums)
+        wrong = int((arrived & ~right).sum())
+        if wrong:
+            running.fail("checksum")
+            self._counters.add_level(job.src_level, checksum_failures=wrong)
+        good: Bools = arrived & right
+        return good
+
+    # -- where they go ----------------------------------------------------------------------------------------------
+
+    def _into(self, running: RunningJob, a: int, b: int, rows: Rows, good: Bools | None) -> None:
+        """Copy rows to blocks `a` to `b` of the destination; only the `good` ones count (None: all)."""
+        job = running.job
+        if not self._is_verifying(job.dst_level):
+            self._last_copy(running, a, b, rows, good)
+            return
+        if running.cancelled:
+            return
+        running.checksums[a:b] = checksums(rows, self._block_nbytes, job.idents[a:b])
+        ok = self._tiers[job.dst_level].write(job.dst_slots[a:b], rows)
+        self._count_io_errors(running, job.dst_level, ok)
+        running.ok[a:b] = ok if good is None else ok & good
+
+    def _last_copy(self, running: RunningJob, a: int, b: int, rows: Rows | None, good: Bools | None) -> None:
+        """The only place that touches a memory destination or `out`. `rows` None: take them from the caller."""
+        outside = running.enter_copy()
+        if outside is False:
+            return
+        try:
+            if rows is None:
+                rows = self._take(running.job, outside, a, b)
+            running.ok[a:b] = self._put(
+                running, outside, a, b, rows, np.ones(b - a, np.bool_) if good is None else good
+            )
+        finally:
+            if running.leave_copy():
+                self._announce(running)
+
+    def _put(self, running: RunningJob, outside: OutsideRows | None, a: int, b: int, rows: Rows, good: Bools) -> Bools:
+        job = running.job
+        if job.dst_level != CALLER:
+            ok = self._write(running, job.dst_level, job.dst_slots[a:b], rows, good)
+        else:
+            self._put_outside(job, outside, a, b, rows, good)
+            ok = good
+        if job.also_slots is not None:
+            also = job.also_slots[a:b]
+            wanted: Bools = good & (also >= 0)
+            ok = ok & (self._write(running, job.also_level, also, rows, wanted) | ~wanted)
+        return ok
+
+    def _write(self, running: RunningJob, level: int, slots: Slots, rows: Rows, chosen: Bools) -> Bools:
+        """Write the chosen rows to a memory level. Which of them arrived."""
+        if chosen.all():
+            ok = self._tiers[level].write(slots, rows)
+            self._count_io_errors(running, level, ok)
+            return ok
+        arrived = np.zeros(len(slots), dtype=np.bool_)
+        for first, last in _stretches(chosen):
+            ok = self._tiers[level].write(slots[first:last], rows[first:last])
+            self._count_io_errors(running, level, ok)
+            arrived[first:last] = ok
+        return arrived
+
+    def _take(self, job: CopyJob, outside: OutsideRows | None, a: int, b: int) -> Rows:
+        """Rows of blocks `a` to `b`, which are contiguous at the caller."""
+        if outside is None:
+            raise LookupError(f"job {job.id}: endpoint {job.endpoint} is not attached")
+        row = int(job.src_slots[a])
+        return outside.take(row, row + b - a)
+
+    def _put_outside(
+        self, job: CopyJob, outside: OutsideRows | None, a: int, b: int, rows: Rows, chosen: Bools
+    ) -> None:
+        if outside is None:
+            raise LookupError(f"job {job.id}: endpoint {job.endpoint} is not attached")
+        for first, last in _stretches(chosen):
+            for begin, end in contiguous_runs(job.dst_slots[a + first : a + last]):
+                i, j = first + begin, first + end
+                outside.put(int(job.dst_slots[a + i]), rows[i:j, : self._block_nbytes])
+
+    # -- counting ---------------------------------------------------------------------------------------------------
+
+    def _count_io_errors(self, running: RunningJob, level: int, ok: Bools) -> None:
+        failed = len(ok) - int(ok.sum())
+        if failed:
+            running.fail("io")
+            self._counters.add_level(level, io_errors=failed)
+
+    def _count(self, running: RunningJob, begin: int, end: int, seconds: float) -> None:
+        job = running.job
+        nbytes = int(running.ok[begin:end].sum()) * self._block_nbytes
+        if job.src_level != CALLER:
+            self._counters.add_level(job.src_level, bytes_read=nbytes, read_s=seconds)
+        if job.dst_level != CALLER:
+            self._counters.add_level(job.dst_level, bytes_written=nbytes, write_s=seconds)
+        if job.also_slots is not None:
+            also = int((running.ok[begin:end] & (job.also_slots[begin:end] >= 0)).sum())
+            self._counters.add_level(job.also_level, bytes_written=also * self._block_nbytes)
+        self._counters.add_level(running.level, busy_s=seconds)
+
+
+def _stretches(chosen: Bools) -> list[tuple[int, int]]:
+    """Bounds of the stretches of True."""
+    picked = np.flatnonzero(chosen)
+    return [(int(picked[begin]), int(picked[end - 1]) + 1) for begin, end in contiguous_runs(picked.astype(np.int32))]

@@ -1,0 +1,243 @@
+"""Tiers around any tier that fail, delay or hang on demand."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from tiercache.tiers.base import Rows, SlotTier
+from tiercache.types import Bools, Slots
+
+__all__ = ["DelayingTier", "FaultyTier", "HangingTier", "Op", "WrappedTier"]
+
+Op: TypeAlias = Literal["read", "write", "sync"]
+
+
+class WrappedTier:
+    """Passes everything to `inner`, except that its memory is not shown: a mover must use `read` and `write`.
+
+    `verifies` makes a memory tier pass for a disk; None: as `inner`.
+    """
+
+    def __init__(self, inner: SlotTier, *, verifies: bool | None = None) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.capacity = inner.capacity
+        self.block_nbytes = inner.block_nbytes
+        self.stride = inner.stride
+        self.slab: Rows | None = None
+        self.verifies = inner.verifies if verifies is None else verifies
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+    def read(self, slots: Slots, rows: Rows) -> Bools:
+        """See `SlotTier.read`."""
+        return self.inner.read(slots, rows)
+
+    def write(self, slots: Slots, rows: Rows) -> Bools:
+        """See `SlotTier.write`."""
+        return self.inner.write(slots, rows)
+
+    def sync(self) -> bool:
+        """See `SlotTier.sync`."""
+        return self.inner.sync()
+
+    def close(self) -> None:
+        """See `SlotTier.close`."""
+        self.inner.close()
+
+
+class FaultyTier(WrappedTier):
+    """Fails as told: the k-th operation, given slots, everything; flips bits in what is read; raises.
+
+    A failed block of a write is not written; a failed block of a read leaves its row as it was. Without any fault
+    set it is `inner`. `calls[op]` counts operations so far.
+    """
+
+    def __init__(self, inner: SlotTier, *, verifies: bool | None = None) -> None:
+        super().__init__(inner, verifies=verifies)
+        self._lock = threading.Lock()
+        self.calls: dict[Op, int] = {"read": 0, "write": 0, "sync": 0}
+        self._all: set[Op] = set()
+        self._at: set[tuple[Op, int]] = set()
+        self._slots: dict[Op, set[int]] = {"read": set(), "write": set(), "sync": set()}
+        self._raise_at: dict[tuple[Op, int], Exception] = {}
+        self._flips: dict[int, list[tuple[int, int]]] = {}
+
+    def fail_all(self, op: Op) -> None:
+        """Every later operation of this kind fails."""
+        with self._lock:
+            self._all.add(op)
+
+    def fail_at(self, op: Op, nth: int) -> None:
+        """The nth operation of this kind from now on (1: the next) fails, with all of its blocks."""
+        with self._lock:
+            self._at.add((op, self.calls[op] + nth))
+
+    def raise_at(self, op: Op, nth: int, error: Exception) -> None:
+        """The nth operation of this kind from now on raises, which no well-behaved tier does."""
+        with self._lock:
+            self._raise_at[op, self.calls[op] + nth] = error
+
+    def fail_slots(self, op: Op, slots: Sequence[int] | Slots) -> None:
+        """These slots fail in every later operation of this kind."""
+        with self._lock:
+            self._slots[op].update(int(slot) for slot in slots)
+
+    def flip_bit(self, slot: int, byte: int, bit: int = 0) -> None:
+        """Every later read of this slot returns this bit inverted; what is stored stays right."""
+        with self._lock:
+            self._flips.setdefault(slot, []).append((byte, 1 << bit))
+
+    def heal(self) -> None:
+        """Forget every fault."""
+        with self._lock:
+            self._all.clear()
+            self._at.clear()
+            self._raise_at.clear()
+            self._flips.clear()
+            for slots in self._slots.values():
+                slots.clear()
+
+    def read(self, slots: Slots, rows: Rows) -> Bools:
+        """See `SlotTier.read`."""
+        fails = self._faults("read", slots)
+        ok = self._some(self.inner.read, slots, rows, fails)
+        with self._lock:
+            flips = [(i, self._flips[int(slot)]) for i, slot in enumerate(slots) if int(slot) in self._flips]
+        for i, places in flips:
+            for byte, mask in places:
+                rows[i, byte] ^= mask
+        return ok
+
+    def write(self, slots: Slots, rows: Rows) -> Bools:
+        """See `SlotTier.write`."""
+        fails = self._faults("write", slots)
+        return self._some(self.inner.write, slots, rows, fails)
+
+    def sync(self) -> bool:
+        """See `SlotTier.sync`."""
+        if self._faults("sync", np.zeros(1, dtype=np.int32))[0]:
+            return False
+        return self.inner.sync()
+
+    def _faults(self, op: Op, slots: Slots) -> Bools:
+        """Which blocks of this operation fail; counts it."""
+        with self._lock:
+            self.calls[op] += 1
+            error = self._raise_at.pop((op, self.calls[op]), None)
+            if error is not None:
+                raise error
+            if op in self._all or (op, self.calls[op]) in self._at:
+                return np.ones(len(slots), dtype=np.bool_)
+            return np.isin(slots, list(self._slots[op]))
+
+    @staticmethod
+    def _some(move: Callable[[Slots, Rows], Bools], slots: Slots, rows: Rows, fails: Bools) -> Bools:
+        if not fails.any():
+            return move(slots, rows)
+        ok = ~fails
+        for i in np.flatnonzero(ok):
+            ok[i] = move(slots[i : i + 1], rows[i : i + 1])[0]
+        return ok
+
+
+class DelayingTier(WrappedTier):
+    """Sleeps before each read and write: `seconds`, or what `seconds(op, slots)` says."""
+
+    def __init__(
+        self,
+        inner: SlotTier,
+        seconds: float | Callable[[Op, Slots], float],
+        *,
+        verifies: bool | None = None,
+    ) -> None:
+        super().__init__(inner, verifies=verifies)
+        self._seconds = seconds
+
+    def read(self, slots: Slots, rows: Rows) -> Bools:
+        """See `SlotTier.read`."""
+        self._sleep("read", slots)
+        return self.inner.read(slots, rows)
+
+    def write(self, slots: Slots, rows: Rows) -> Bools:
+        """See `SlotTier.write`."""
+        self._sleep("write", slots)
+        return self.inner.write(slots, rows)
+
+    def _sleep(self, op: Op, slots: Slots) -> None:
+        time.sleep(self._seconds(op, slots) if callable(self._seconds) else self._seconds)
+
+
+class HangingTier(WrappedTier):
+    """Operations block from `hang(op, ...)` until `wake()`, then go on as if nothing had been.
+
+    A blocked operation wakes by itself after `max_s`, so that a test ends. Reads hang before they touch `rows`,
+    writes before they read them.
+    """
+
+    def __init__(self, inner: SlotTier, *, verifies: bool | None = None, max_s: float = 30.0) -> None:
+        super().__init__(inner, verifies=verifies)
+        self._max_s = max_s
+        self._changed = threading.Condition()
+        self._ops: set[Op] = set()
+        self._life = 0
+        self._hung = 0
+
+    @property
+    def hung(self) -> int:
+        """Operations blocked now."""
+        with self._changed:
+            return self._hung
+
+    def hang(self, *ops: Op) -> None:
+        """Block these operations from now on."""
+        with self._changed:
+            self._ops.update(ops)
+
+    def unblock(self, *ops: Op) -> None:
+        """Later operations of these kinds pass; those blocked now stay so until `wake`."""
+        with self._changed:
+            self._ops.difference_update(ops)
+
+    def wake(self) -> None:
+        """Let blocked operations go on, and block no more."""
+        with self._changed:
+            self._ops.clear()
+            self._life += 1
+            self._changed.notify_all()
+
+    def wait_hung(self, n: int = 1, timeout_s: float = 5.0) -> bool:
+        """Wait until n operations are blocked. False at the timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._hung >= n, timeout_s)
+
+    def read(self, slots: Slots, rows: Rows) -> Bools:
+        """See `SlotTier.read`."""
+        self._pass("read")
+        return self.inner.read(slots, rows)
+
+    def write(self, slots: Slots, rows: Rows) -> Bools:
+        """See `SlotTier.write`."""
+        self._pass("write")
+        return self.inner.write(slots, rows)
+
+    def sync(self) -> bool:
+        """See `SlotTier.sync`."""
+        self._pass("sync")
+        return self.inner.sync()
+
+    def _pass(self, op: Op) -> None:
+        with self._changed:
+            if op not in self._ops:
+                return
+            life = self._life
+            self._hung += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._life != life, self._max_s)
+            self._hung -= 1
