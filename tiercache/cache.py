@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,21 +16,19 @@ from tiercache.assembly import Stack, build_stack, known_layout, nvme_of
 from tiercache.config import Settings, Switch, Tier, check_memory, load_config, ram_nbytes
 from tiercache.delivery import AtOnce, Delivery
 from tiercache.directory import StoreDirectory
-from tiercache.errors import CacheClosedError, ConfigError, NotDurableError, WorkerThreadError
+from tiercache.errors import ConfigError, NotDurableError
 from tiercache.keys import Extra, Prompt, Tokens, encode_prompt
 from tiercache.layout import CallerRows, KVLayout, Namespace
+from tiercache.link import Link
 from tiercache.loaded import Loaded, LoadFuture
 from tiercache.match import Match, Pin, Ticket
-from tiercache.mover import is_worker_thread
-from tiercache.planner import Explanation, Load, StorePlan
+from tiercache.planner import Explanation
 from tiercache.stats import CacheStats, collect
-from tiercache.types import PlannerMessage, Slots
+from tiercache.types import Slots
 
 __all__ = ["TieredKVCache"]
 
 _log = logging.getLogger("tiercache")
-_WAKE_S = 0.25
-"""The longest that a wait goes without looking again."""
 
 
 class TieredKVCache:
@@ -85,38 +80,25 @@ class TieredKVCache:
         return cache
 
     def _start(self, settings: Settings, clock: Callable[[], float], delivery: Delivery) -> None:
-        self._closed = True
         check_memory(ram_nbytes(settings.tiers))
         nvme = nvme_of(settings)
         if nvme is not None and len(settings.tiers) == 1:
             raise ConfigError("tiers", [str(nvme.path)], "add a tier in memory above NVMe, such as dram:8GiB")
         self.settings = settings
-        self._clock = clock
-        self._delivery = delivery
-        self._delivery.bind(self._apply)
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._link = Link(clock, delivery)
         self._building = threading.Lock()
-        self._loads: dict[int, tuple[LoadFuture, Load, Match, Any]] = {}
-        self._tickets: dict[int, tuple[Ticket, int]] = {}
-        self._dropped: deque[Load] = deque()
-        """Loads whose Loaded was garbage collected; drained by the next call that plans."""
-        self._endpoints = itertools.count(1)
         self._switch: Switch = settings.switch
-        self._stack: Stack | None = None
-        self._dead = False
         self._directory = StoreDirectory.open(nvme.directory) if nvme is not None else None
         try:
             layout, self._epoch = known_layout(settings, self._directory)
             if layout is not None:
-                self._stack = build_stack(settings, layout, self._epoch, self._directory, delivery.arrived)
+                self._link.stack = build_stack(settings, layout, self._epoch, self._directory, delivery.arrived)
         except BaseException:
             if self._directory is not None:
                 self._directory.close()
             raise
         if nvme is not None and settings.namespace is None:
             _log.warning("%s: no namespace: use this directory for one model only", nvme.path)
-        self._closed = False
         _LIVE.add(self)
 
     # -- asking -------------------------------------------------------------------------------------------------
@@ -134,20 +116,19 @@ class TieredKVCache:
         match = self._lookup(prompt)
         until = time.monotonic() + deadline_s
         while match.pending and (left := until - time.monotonic()) > 0:
-            self._refuse_worker("lookup(deadline_s=)")
-            with self._changed:
-                self._changed.wait(min(left, _WAKE_S))
+            self._link.refuse_worker("lookup(deadline_s=)")
+            self._link.wait_changed(left)
             match = self._lookup(prompt)
         return match
 
     def _lookup(self, prompt: Prompt) -> Match:
-        self._check_open()
-        with self._lock:
-            if self._stack is None or not self.loads_enabled:
+        self._link.check_open()
+        with self._link.lock:
+            if self._link.stack is None or not self.loads_enabled:
                 diverged = 0 if prompt.token_count else None
                 return Match(0, 0, {}, 0, diverged, 0.0, prompt, self._epoch)
-            planner = self._stack.planner
-            found = planner.lookup(prompt.symbols, prompt.n, self._clock(), prompt.tail if prompt.raw else b"")
+            planner = self._link.stack.planner
+            found = planner.lookup(prompt.symbols, prompt.n, self._link.clock(), prompt.tail if prompt.raw else b"")
             epoch, specs = planner.epoch, planner.levels
         by_tier = {spec.name: count for spec, count in zip(specs, found.by_level, strict=True)}
         tokens = min(found.blocks * prompt.block_tokens, prompt.tokens)
@@ -161,12 +142,12 @@ class TieredKVCache:
     def explain(self, tokens: Tokens, extra: Extra | None = None) -> Explanation:
         """Where the blocks of a prompt are, and where prompts leave the cached path. For people; mutates nothing."""
         prompt = encode_prompt(tokens, self.settings.block_tokens, extra)
-        self._check_open()
-        with self._lock:
-            if self._stack is None:
+        self._link.check_open()
+        with self._link.lock:
+            if self._link.stack is None:
                 return Explanation(prompt.n, 0, 0 if prompt.token_count else None, ())
-            planner = self._stack.planner
-            stretches = planner.explain(prompt.symbols, prompt.n, self._clock())
+            planner = self._link.stack.planner
+            stretches = planner.explain(prompt.symbols, prompt.n, self._link.clock())
             words = planner.words_shared(prompt.symbols, prompt.n, prompt.tail if prompt.raw else b"")
         found = stretches[-1].end if stretches else 0
         return Explanation(prompt.n, found, _diverged_at(prompt, words), stretches)
@@ -182,26 +163,22 @@ class TieredKVCache:
         is a miss. LayoutError or ValueError for a wrong `out`.
         """
         future = LoadFuture()
-        with self._planning() as stack:
+        with self._link.planning() as stack:
             if stack is None or not self.loads_enabled or match.blocks == 0:
                 load = None
             else:
                 endpoint, want = 0, match.blocks
                 if out is not None:
                     rows = CallerRows(out, stack.layout, writable=True)
-                    endpoint, want = next(self._endpoints), min(want, rows.n)
-                    stack.mover.attach(endpoint, rows)
-                load = stack.planner.plan_load(match.prompt.symbols, want, match.epoch, self._clock(), endpoint)
+                    endpoint, want = self._link.attach(stack, rows), min(want, rows.n)
+                load = stack.planner.plan_load(match.prompt.symbols, want, match.epoch, self._link.clock(), endpoint)
                 match.once[0] = True
-                if not load.done:
-                    self._loads[load.id] = (future, load, match, out)
-                elif endpoint:
-                    stack.mover.detach(endpoint)
+                self._link.expect(future, load, match, out)
         if load is None:
             memory = stack.memory if stack is not None else None
             future.set_result(Loaded(0, 0, memory=memory, out=out))
         elif load.done:
-            self._complete(future, load, match, out)
+            self._link.complete(future, load, match, out)
         return future
 
     async def aload(self, match: Match, out: Any = None) -> Loaded:
@@ -213,41 +190,6 @@ class TieredKVCache:
         future = self.load(match)
         future.add_done_callback(_release_result)
         return future
-
-    def _complete(self, future: LoadFuture, load: Load, match: Match, out: Any) -> None:
-        """Hand a done load to its future. Called with no lock held."""
-        stack = self._stack
-        assert stack is not None
-        if load.endpoint:
-            stack.mover.detach(load.endpoint)
-        tokens = min(load.blocks * match.prompt.block_tokens, match.prompt.tokens)
-        if not future.set_running_or_notify_cancel():
-            self._end_load(load)
-            return
-        if load.endpoint:
-            loaded = Loaded(tokens, load.blocks, out=out)
-        elif load.blocks == 0:
-            loaded = Loaded(0, 0, memory=stack.memory)
-        else:
-            loaded = Loaded(
-                tokens,
-                load.blocks,
-                memory=stack.memory,
-                slots=load.slots,
-                release=lambda: self._end_load(load),
-                abandon=lambda: self._dropped.append(load),
-            )
-        future.set_result(loaded)
-
-    def _end_load(self, load: Load) -> None:
-        if self._dead:
-            return
-        with self._lock:
-            self._drop_loads()
-            if self._stack is not None:
-                self._stack.planner.release_load(load, self._clock())
-                self._hand_over(self._stack)
-                self._changed.notify_all()
 
     # -- bytes in -----------------------------------------------------------------------------------------------
 
@@ -262,69 +204,60 @@ class TieredKVCache:
         short and told by the ticket, never waited for.
         """
         prompt = encode_prompt(tokens, self.settings.block_tokens, extra, partial_tail)
-        self._check_open()
-        stack = self._stack or self._learn(blocks)
+        self._link.check_open()
+        stack = self._link.stack or self._learn(blocks)
         rows = CallerRows(blocks, stack.layout)
         if start < 0 or start > prompt.n or rows.n != prompt.n - start:
             raise ValueError(f"{rows.n} blocks for {prompt.n} full blocks of tokens from block {start} on")
         if rows.n == 0 or not self.stores_enabled:
             return Ticket(0, 0, "" if self.stores_enabled else "stores_off", True)
-        with self._planning():
-            endpoint = next(self._endpoints)
-            stack.mover.attach(endpoint, rows)
+        with self._link.planning():
+            endpoint = self._link.attach(stack, rows)
             plan = stack.planner.plan_store(
-                prompt.symbols, prompt.n, start, stack.planner.epoch, self._clock(), endpoint, prompt.partial
+                prompt.symbols, prompt.n, start, stack.planner.epoch, self._link.clock(), endpoint, prompt.partial
             )
-            return self._ticket(stack, plan, endpoint)
-
-    def _ticket(self, stack: Stack, plan: StorePlan, endpoint: int) -> Ticket:
-        ticket = Ticket(plan.accepted, plan.present, plan.reason, plan.job == 0)
-        if plan.job:
-            self._tickets[plan.job] = (ticket, endpoint)
-        else:
-            stack.mover.detach(endpoint)
-        return ticket
+            return self._link.ticket(stack, plan, endpoint)
 
     def _learn(self, blocks: Any) -> Stack:
         """Build everything for blocks like these, unless another first store was faster."""
         with self._building:
-            if self._stack is None:
-                self._check_open()
+            if self._link.stack is None:
+                self._link.check_open()
                 layout = KVLayout.of(blocks)
-                stack = build_stack(self.settings, layout, self._epoch, self._directory, self._delivery.arrived)
-                with self._lock:
-                    self._stack = stack
-            return self._stack
+                stack = build_stack(self.settings, layout, self._epoch, self._directory, self._link.delivery.arrived)
+                with self._link.lock:
+                    self._link.stack = stack
+            return self._link.stack
 
     # -- hints and removal --------------------------------------------------------------------------------------
 
     def touch(self, match: Match) -> None:
         """The match was used without a load (an engine's own HBM hit). Once per match; `load` and `store` do it too."""
-        with self._planning() as stack:
+        with self._link.planning() as stack:
             if stack is not None and not match.once[0]:
                 match.once[0] = True
-                stack.planner.touch(match.prompt.symbols, match.blocks, match.epoch, self._clock())
+                stack.planner.touch(match.prompt.symbols, match.blocks, match.epoch, self._link.clock())
 
     def release(self, tokens: Tokens, extra: Extra | None = None) -> int:
         """Hint: this conversation ended. What only its path uses leaves first. Returns how many blocks that is."""
         prompt = encode_prompt(tokens, self.settings.block_tokens, extra)
-        with self._planning() as stack:
-            return 0 if stack is None else stack.planner.release(prompt.symbols, prompt.n, self._clock())
+        with self._link.planning() as stack:
+            return 0 if stack is None else stack.planner.release(prompt.symbols, prompt.n, self._link.clock())
 
     def pin(self, match: Match) -> Pin:
         """Keep a match's blocks where they are until `unpin`; at most half of a tier can be held."""
-        with self._planning() as stack:
+        with self._link.planning() as stack:
             held: list[tuple[int, Slots]] = []
             if stack is not None:
-                held = stack.planner.pin(match.prompt.symbols, match.blocks, match.epoch, self._clock())
+                held = stack.planner.pin(match.prompt.symbols, match.blocks, match.epoch, self._link.clock())
             return Pin(sum(len(slots) for _, slots in held), held)
 
     def unpin(self, pin: Pin) -> None:
         """End a pin. A second call does nothing."""
-        with self._planning() as stack:
+        with self._link.planning() as stack:
             held = pin.take()
             if stack is not None and held:
-                stack.planner.unpin(held, self._clock())
+                stack.planner.unpin(held, self._link.clock())
 
     def invalidate(self, prefix: Tokens, extra: Extra | None = None, timeout: float = 30.0) -> int:
         """Drop the last full block of `prefix` and all that continues it, on every tier (no tokens: everything).
@@ -333,11 +266,11 @@ class TieredKVCache:
         `timeout` seconds (they are gone in this process then). WorkerThreadError on the cache's own threads.
         """
         prompt = encode_prompt(prefix, self.settings.block_tokens, extra)
-        self._refuse_worker("invalidate")
-        with self._planning() as stack:
+        self._link.refuse_worker("invalidate")
+        with self._link.planning() as stack:
             if stack is None:
                 return 0
-            dropped = stack.planner.invalidate(prompt.symbols, prompt.n, self._clock())
+            dropped = stack.planner.invalidate(prompt.symbols, prompt.n, self._link.clock())
         self._sync_or_raise(stack, timeout, "invalidate")
         return dropped
 
@@ -350,13 +283,13 @@ class TieredKVCache:
         epoch = tag.encode() if isinstance(tag, str) else (tag if tag is not None else os.urandom(16))
         if not 0 < len(epoch) <= 255:
             raise ConfigError("tag", tag, "1 to 255 bytes are needed")
-        self._refuse_worker("bump_epoch")
-        with self._planning() as stack:
+        self._link.refuse_worker("bump_epoch")
+        with self._link.planning() as stack:
             self._epoch = epoch
-            ended = stack.planner.new_epoch(epoch, self._clock()) if stack is not None else []
-            finished = [self._loads.pop(load.id) for load in ended if load.id in self._loads]
-        for future, load, match, out in finished:
-            self._complete(future, load, match, out)
+            ended = stack.planner.new_epoch(epoch, self._link.clock()) if stack is not None else []
+            finished = self._link.finish(ended)
+        for each in finished:
+            self._link.complete(*each)
         if stack is not None:
             self._sync_or_raise(stack, timeout, "bump_epoch")
         elif self._directory is not None:
@@ -395,7 +328,7 @@ class TieredKVCache:
     @property
     def layout(self) -> KVLayout | None:
         """Shape and dtype of a block; None until it is known."""
-        return self._stack.layout if self._stack is not None else None
+        return self._link.stack.layout if self._link.stack is not None else None
 
     @property
     def epoch(self) -> bytes:
@@ -404,20 +337,20 @@ class TieredKVCache:
 
     def stats(self) -> CacheStats:
         """A snapshot of everything counted."""
-        self._check_open()
-        with self._lock:
-            return collect(self.settings, self._switch, self._stack, self._directory)
+        self._link.check_open()
+        with self._link.lock:
+            return collect(self.settings, self._switch, self._link.stack, self._directory)
 
     def check(self, fix: bool = False) -> list[str]:
         """Verify every internal rule; returns what is broken, in words (empty: all is well). O(everything cached).
 
         With `fix`, blocks whose only copy was found wrong are dropped, with all that continues them.
         """
-        with self._planning() as stack:
+        with self._link.planning() as stack:
             if stack is None:
                 return []
             if fix:
-                stack.planner.drop_bad(self._clock())
+                stack.planner.drop_bad(self._link.clock())
             return stack.planner.check()
 
     # -- ending -------------------------------------------------------------------------------------------------
@@ -428,36 +361,25 @@ class TieredKVCache:
         True when all that was there at the call is where it was asked to be; False at the timeout, or where blocks
         could not be written (stats say why). Partial blocks are never written. WorkerThreadError on own threads.
         """
-        self._refuse_worker("flush")
+        self._link.refuse_worker("flush")
         if to is not None and (to != "nvme" or nvme_of(self.settings) is None):
             raise ConfigError("to", to, 'only "nvme" persists, and these tiers must have it')
-        began = self._clock()
-        with self._planning() as stack:
+        began = self._link.clock()
+        with self._link.planning() as stack:
             if stack is not None and to is not None:
                 stack.planner.drain(began)
         if stack is None:
             return True
         until = None if timeout is None else time.monotonic() + timeout
-        if not self._wait_idle(stack, until, drained=to is not None):
+        if not self._link.wait_idle(stack, until, drained=to is not None):
             return False
         if to is None:
             return True
         left = None if until is None else max(0.0, until - time.monotonic())
         if not stack.mover.sync(left if left is not None else 3600.0):
             return False
-        with self._lock:
+        with self._link.lock:
             return stack.planner.lacking(began) == 0
-
-    def _wait_idle(self, stack: Stack, until: float | None, *, drained: bool) -> bool:
-        with self._changed:
-            while not stack.planner.idle(drained=drained):
-                left = _WAKE_S if until is None else min(_WAKE_S, until - time.monotonic())
-                if left <= 0:
-                    return False
-                self._changed.wait(left)
-                stack.planner.tend(self._clock())
-                self._hand_over(stack)
-        return True
 
     def close(self, timeout: float = 30.0) -> bool:
         """Write what lives only in memory to NVMe, most reusable first, then stop; at most `timeout` seconds.
@@ -465,39 +387,25 @@ class TieredKVCache:
         True when everything is on NVMe (or nothing persists) and nothing was lost. A second call does nothing. Futures
         still open end with what they have. Loaded blocks stay readable until they are released.
         """
-        if self._closed or self._dead:
+        if self._link.closed or self._link.dead:
             return True
-        self._refuse_worker("close")
+        self._link.refuse_worker("close")
         began = time.monotonic()
         persists = nvme_of(self.settings) is not None
         complete = self.flush(timeout * 0.8, to="nvme" if persists and self.stores_enabled else None)
         with self._building:
-            with self._lock:
-                if self._closed:
+            with self._link.lock:
+                if self._link.closed:
                     return True
-                self._closed = True
-            stack = self._stack
+                self._link.closed = True
+            stack = self._link.stack
         if stack is not None:
             complete = stack.mover.close(max(1.0, timeout - (time.monotonic() - began))) and complete
-            self._end_everything(stack)
+            self._link.end_everything()
         if self._directory is not None:
             self._directory.close()
         _LIVE.discard(self)
         return complete
-
-    def _end_everything(self, stack: Stack) -> None:
-        """After the mover has stopped: nobody waits for what will not come."""
-        with self._lock:
-            tickets = list(self._tickets.values())
-            loads = list(self._loads.values())
-            self._tickets.clear()
-            self._loads.clear()
-            self._changed.notify_all()
-        for ticket, _ in tickets:
-            ticket.complete(0)
-        for future, _, _, out in loads:
-            if future.set_running_or_notify_cancel():
-                future.set_result(Loaded(0, 0, memory=stack.memory, out=out))
 
     def __enter__(self) -> TieredKVCache:
         return self
@@ -507,71 +415,16 @@ class TieredKVCache:
 
     def __repr__(self) -> str:
         tiers = ", ".join(type(tier).__name__ for tier in self.settings.tiers)
-        state = "closed" if self._closed else ("open" if self._stack is not None else "open, layout not known yet")
+        state = (
+            "closed"
+            if self._link.closed
+            else ("open" if self._link.stack is not None else "open, layout not known yet")
+        )
         return f"TieredKVCache({tiers}; {state})"
-
-    # -- between planner and mover ------------------------------------------------------------------------------
-
-    @contextmanager
-    def _planning(self) -> Iterator[Stack | None]:
-        """The planner's lock; what the planner decided goes to the mover before it is released."""
-        self._check_open()
-        with self._lock:
-            self._drop_loads()
-            stack = self._stack
-            yield stack
-            if stack is not None:
-                self._hand_over(stack)
-
-    def _hand_over(self, stack: Stack) -> None:
-        messages = stack.planner.take_messages()
-        if messages and not self._closed:
-            self._delivery.submitted(messages)
-            stack.mover.submit(messages)
-
-    def _drop_loads(self) -> None:
-        while self._dropped and self._stack is not None:
-            self._stack.planner.release_load(self._dropped.popleft(), self._clock())
-
-    def _apply(self, message: PlannerMessage) -> None:
-        """One message from the mover: commit, tend, submit what follows; then, with no lock held, complete futures."""
-        stack = self._stack
-        if stack is None or self._dead:
-            return
-        with self._lock:
-            outcome = stack.planner.commit(message, self._clock())
-            self._hand_over(stack)
-            ticket = self._tickets.pop(outcome.job, None)
-            finished = [self._loads.pop(load.id) for load in outcome.loads if load.id in self._loads]
-            self._changed.notify_all()
-        if ticket is not None:
-            stack.mover.detach(ticket[1])
-            ticket[0].complete(int(outcome.ok.sum()) if outcome.ok is not None else 0)
-        for future, load, match, out in finished:
-            self._complete(future, load, match, out)
-
-    def _check_open(self) -> None:
-        if self._dead:
-            raise CacheClosedError("this cache belongs to the parent process: open another one after fork")
-        if self._closed:
-            raise CacheClosedError("the cache is closed")
-
-    def _refuse_worker(self, what: str) -> None:
-        self._check_open()
-        if is_worker_thread():
-            raise WorkerThreadError(f"{what} would wait for the thread that called it")
 
     def _abandon(self) -> None:
         """In a forked child: close lock and data descriptors, touch neither memory nor catalog."""
-        self._dead = True
-        if self._stack is not None:
-            self._stack.mover.abandon()
-            if self._stack.catalog is not None:
-                self._stack.catalog.abandon()
-            for tier in self._stack.tiers:
-                abandon = getattr(tier, "abandon", None)
-                if abandon is not None:
-                    abandon()
+        self._link.abandon()
         if self._directory is not None:
             self._directory.abandon()
 
