@@ -1,0 +1,54 @@
+# Everything a fresh machine needs is set up by the targets themselves: Python 3.11 or newer, make, gcc.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help demo test test-slow lint types wheel clean
+
+help:
+	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
+	@echo "make test       the test suite"
+	@echo "make test-slow  the tests marked slow (minutes)"
+	@echo "make lint       ruff: lint and format"
+	@echo "make types      mypy --strict"
+	@echo "make wheel      build the wheel and smoke-test it in a clean venv"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/demo.stamp: pyproject.toml | $(BIN)/python
+	$(PIP) install -e '.[cli]'
+	touch $@
+
+$(VENV)/test.stamp: pyproject.toml | $(BIN)/python
+	$(PIP) install -e '.[test,lint]'
+	touch $@ $(VENV)/demo.stamp
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/tiercache demo
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/test.stamp
+	$(BIN)/mypy
+
+wheel: $(VENV)/test.stamp
+	rm -rf dist $(VENV)/wheel
+	$(BIN)/python -m build --wheel --outdir dist .
+	$(PYTHON) -m venv $(VENV)/wheel
+	$(VENV)/wheel/bin/pip --quiet install "$$(ls dist/*.whl)[cli]"
+	$(VENV)/wheel/bin/python tests/smoke_wheel.py
+	$(VENV)/wheel/bin/tiercache replay example --no-data --requests 500 --dram 5% --json >/dev/null
+
+clean:
+	rm -rf $(VENV) dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
