@@ -27,7 +27,7 @@ class PowerCutFiles(OsFiles):
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         name, nbytes = self.names[fd], sum(buffer.nbytes for buffer in buffers)
-        with open(f"/proc/self/fd/{fd}", "rb") as file:
+        with Path(f"/proc/self/fd/{fd}").open("rb") as file:
             old = os.pread(file.fileno(), nbytes, offset).ljust(nbytes, b"\0")
         for begin in range(0, nbytes, SECTOR):
             self.before.setdefault((name, offset + begin), old[begin : begin + SECTOR])
@@ -39,7 +39,7 @@ class PowerCutFiles(OsFiles):
             del self.before[key]
 
     def cut(self, directory: Path, rng: np.random.Generator) -> None:
-        """Let a copy of the directory be what a power cut would have left: each unsynced sector by chance old or new."""
+        """Let a copy of the directory be what a power cut would leave: each unsynced sector by chance old or new."""
         share = rng.choice([0.0, 0.3, 1.0])
         for (name, offset), old in self.before.items():
             if (directory / name).exists() and rng.random() < share:

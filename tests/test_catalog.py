@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from pathlib import Path
 
 import lmdb
@@ -487,4 +488,99 @@ def test_dead_symbols_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert rig.catalog.counters["moved_symbols"] > 0
     total = int(rig.catalog._table.book._total.sum())
     assert total <= 2 * rig.catalog.claimed_slots + 64
+    rig.close()
+
+
+def test_a_commit_that_hangs_in_the_sync_claims_nothing_after_the_close(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "kv")
+    rig.write([0])
+    rig.commit()
+    rig.write([1], parent=0, tag=2)
+    entered, go = threading.Event(), threading.Event()
+
+    def sync() -> bool:
+        entered.set()
+        return go.wait(10)
+
+    thread = threading.Thread(target=lambda: rig.catalog.commit(sync))
+    thread.start()
+    assert entered.wait(10)
+    assert rig.catalog.close(wait_s=0.05) is False
+    go.set()
+    thread.join(10)
+    assert not rig.catalog.claimed(slots(1)).any()
+    assert rig.catalog.close() is True
+    rig.close()
+    again = Rig(rig.path)
+    assert set(again.recovered()) == {0}
+    again.close()
+
+
+def test_a_failed_transaction_is_retried_without_any_further_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path / "kv")
+    rig.write([0, 1, 2])
+    rig.commit()
+    rig.catalog.forget(slots(2))
+
+    def fail(store: RowStore, change: object) -> None:
+        raise lmdb.DiskError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowStore, "apply", fail)
+        rig.commit()
+    assert rig.catalog.dirty
+    rig.commit()
+    assert rig.catalog.healthy
+    again = reopened(rig, tmp_path, clean=False)
+    assert set(again.recovered()) == {0, 1}
+    again.close()
+
+
+def test_the_clean_marker_is_there_only_between_close_and_open(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "kv")
+    marker = rig.directory.clean_path
+    assert not marker.exists()
+    rig.close()
+    assert marker.exists()
+    with StoreDirectory.open(rig.path) as directory:
+        peek_manifest(directory)
+        assert marker.exists(), "looking changes nothing"
+    again = Rig(rig.path)
+    assert not marker.exists()
+    again.close(clean=False)
+    assert not marker.exists()
+
+
+def test_symbol_records_never_get_an_old_id(tmp_path: Path) -> None:
+    """Else a row of an earlier life, brought back by damage, could find another prompt's symbols."""
+    rig = Rig(tmp_path / "kv")
+    rig.write([0])
+    rig.commit()
+    first = int(rig.catalog._table.rows["symbol_record"][0])
+    rig.catalog.forget(slots(0))
+    rig.commit()
+    for clean in (True, False):
+        rig = reopened(rig, tmp_path / str(clean), clean)
+        rig.write([0], tag=5)
+        rig.commit()
+        following = int(rig.catalog._table.rows["symbol_record"][0])
+        assert following > first
+        first = following
+        rig.catalog.forget(slots(0))
+        rig.commit()
+    rig.close()
+
+
+def test_what_is_rewritten_while_commits_fail_does_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercache.catalog_table._BATCHES_MIN", 4)
+    rig = Rig(tmp_path / "kv")
+    for tag in range(60):
+        rig.write([tag % 3], tag=tag)
+        rig.catalog.commit(lambda: False)
+        rig.write([tag % 3], tag=tag)
+    assert len(rig.catalog._table.batches) <= 2 * 3 + 4 + 1
+    rig.commit()
+    assert rig.catalog.claimed_slots == 3
     rig.close()

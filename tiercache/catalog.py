@@ -197,19 +197,23 @@ class Catalog:
         finally:
             self._committing.release()
 
-    def close(self, clean: bool = True, wait_s: float = 10.0) -> None:
+    def close(self, clean: bool = True, wait_s: float = 10.0) -> bool:
         """Close the file. With `clean`: write what is still wanted (no new claims) and the marker of an orderly close.
 
-        Without it, or after failures, the next start copies and checks the catalog. May be called twice.
+        Without it, or after failures, the next start copies and checks the catalog. May be called twice. Returns False
+        where a commit still runs after `wait_s`: it claims nothing more, but the file is not closed, and the directory
+        must stay ours.
         """
-        if self._closed:
-            return
-        if not self._committing.acquire(timeout=wait_s):
+        if not self._committing.acquire(timeout=0.0 if self._closed else wait_s):
+            with self._lock:
+                self._closed = True
             self._failed("busy", "a commit does not end: not closed")
-            return
+            return False
         try:
-            if self._closed:
-                return
+            if self._store is None:
+                self._closed = True
+                return True
+            clean = clean and not self._closed
             self._closed = True
             if clean:
                 with self._lock:
@@ -220,12 +224,14 @@ class Catalog:
             if clean:
                 with contextlib.suppress(OSError, DamagedCatalogError):
                     write_marker(self.directory)
+            return True
         finally:
             self._committing.release()
 
     def abandon(self) -> None:
         """For a forked child: LMDB is never touched again, not even to close it. Takes no lock."""
         self._closed = True
+        self._committing = threading.Lock()  # a thread of the parent may have held the other one
         if self._store is not None:
             _abandoned.append(self._store)
             self._store = None
@@ -243,6 +249,8 @@ class Catalog:
         if not synced:
             self._failed("sync", "the payload could not be synced")
         with self._lock:
+            if self._closed:  # by a close that did not wait for this any longer
+                return NO_SLOTS
             lost = self._table.claim(seen, synced)
             taken = self._table.take()
         written = taken is None or self._write(taken)

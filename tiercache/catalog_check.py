@@ -39,7 +39,7 @@ COPY_LIMIT_S = 120.0
 _KEPT_ASIDE = 2
 
 
-def make_sound(directory: StoreDirectory, limit_s: float = COPY_LIMIT_S) -> None:
+def make_sound(directory: StoreDirectory) -> None:
     """Leave `directory` with a catalog that LMDB may map, and its marker, or with none.
 
     What cannot be read is renamed aside, counted and logged, and `directory.cold_reason` says so. ConfigError where the
@@ -60,7 +60,7 @@ def make_sound(directory: StoreDirectory, limit_s: float = COPY_LIMIT_S) -> None
     place = directory.path / f"catalog.new-{secrets.token_hex(4)}"
     place.mkdir(mode=0o700)
     try:
-        counts = checked_copy(path, place / "data.mdb", limit_s)
+        counts = checked_copy(path, place / "data.mdb")
     except DamagedCatalogError as e:
         shutil.rmtree(place, ignore_errors=True)
         set_aside(directory, str(e))
@@ -88,11 +88,13 @@ def install(directory: StoreDirectory, place: Path) -> None:
     sync_directory(directory.path)
 
 
-def checked_copy(source: Path, target: Path, limit_s: float = COPY_LIMIT_S) -> dict[str, int]:
+def checked_copy(source: Path, target: Path, limit_s: float | None = None) -> dict[str, int]:
     """Copy what is whole of `source` in a fresh interpreter, and count the records "kept" and "bad".
 
-    DamagedCatalogError where that fails, dies or takes too long; ConfigError where the disk is full.
+    DamagedCatalogError where that fails, dies or takes longer than `limit_s` (COPY_LIMIT_S); ConfigError where the disk
+    is full; FormatVersionError for another version's catalog.
     """
+    limit_s = COPY_LIMIT_S if limit_s is None else limit_s
     # -P and the path: the child finds what this process finds, and nothing in the current directory.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     command = [sys.executable, "-P", "-m", "tiercache.catalog_copy", str(source), str(target), str(limit_s)]
@@ -121,8 +123,11 @@ def checked_copy(source: Path, target: Path, limit_s: float = COPY_LIMIT_S) -> d
     if child.returncode != 0:
         detail = err.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no message"]
         raise DamagedCatalogError(f"the check ended with status {child.returncode}: {detail[0]}")
-    counts: dict[str, int] = json.loads(out)
-    return counts
+    try:
+        counts = json.loads(out)
+        return {"kept": int(counts["kept"]), "bad": int(counts["bad"])}
+    except (ValueError, KeyError, TypeError):
+        raise DamagedCatalogError(f"the check said {out[:80]!r}") from None
 
 
 def marker_holds(directory: StoreDirectory) -> bool:

@@ -50,12 +50,19 @@ class Symbols:
     raw: NDArray[np.uint8]
     width: int
 
-    def of(self, rows: RowTable) -> bytes:
-        """The symbols of `rows`, side by side."""
-        at = np.searchsorted(self.ids, rows["symbol_record"])
-        begins = self.starts[at] + rows["symbol_offset"].astype(np.int64) * self.width
-        if len(begins) == 0:
+    def find(self, rows: RowTable) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Index of the record of each row, and whether it holds the row's symbol."""
+        if len(self.ids) == 0:
+            return np.zeros(len(rows), dtype=np.int32), np.zeros(len(rows), dtype=np.bool_)
+        records = np.ascontiguousarray(rows["symbol_record"])
+        at = np.minimum(np.searchsorted(self.ids, records), len(self.ids) - 1).astype(np.int32)
+        return at, (self.ids[at] == records) & (rows["symbol_offset"] < self.totals[at])
+
+    def read(self, at: NDArray[np.int32], offsets: NDArray[np.uint16]) -> bytes:
+        """The symbols at these offsets in these records, side by side."""
+        if len(at) == 0:
             return b""
+        begins = self.starts[at] + offsets.astype(np.int64) * self.width
         windows = np.lib.stride_tricks.sliding_window_view(self.raw, self.width)
         return bytes(windows[begins].tobytes())
 
@@ -70,6 +77,8 @@ class Loaded:
     """`[capacity]`; only the slots of `tree` are not zero."""
     tree: Tree
     symbols: Symbols
+    records: NDArray[np.int32]
+    """`[capacity]`: index of each slot's record within `symbols`; only meant for the slots of `tree`."""
     forgotten: int
     """Rows dropped since they were not reachable, had no symbol, or no room any more."""
     stale_records: set[int]
@@ -148,12 +157,8 @@ def load(store: RowStore, manifest: Manifest, next_symbol: int, root_ident: int)
     symbols = _load_symbols(store, manifest.symbol_nbytes)
     present = rows["symbol_record"] != 0
     slots = np.flatnonzero(present)
-    records, offsets = rows["symbol_record"][slots], rows["symbol_offset"][slots]
-    if len(symbols.ids):
-        at = np.minimum(np.searchsorted(symbols.ids, records), len(symbols.ids) - 1)
-        whole = (symbols.ids[at] == records) & (offsets < symbols.totals[at])
-    else:
-        whole = np.zeros(len(slots), dtype=np.bool_)
+    records = np.zeros(len(rows), dtype=np.int32)
+    records[slots], whole = symbols.find(rows[slots])
     claimed = present.copy()
     claimed[slots[~whole]] = False
     tree = trace(rows, claimed, root_ident)
@@ -163,7 +168,7 @@ def load(store: RowStore, manifest: Manifest, next_symbol: int, root_ident: int)
     rows[dropped] = np.zeros((), dtype=ROW)
     following = max(next_symbol, int(symbols.ids[-1]) + 1 if len(symbols.ids) else 1)
     stale = set(np.unique(dropped // RECORD_SLOTS).tolist())
-    return Loaded(manifest, following, rows, tree, symbols, len(dropped), stale)
+    return Loaded(manifest, following, rows, tree, symbols, records, len(dropped), stale)
 
 
 def _load_rows(store: RowStore, capacity: int) -> RowTable:
@@ -202,7 +207,7 @@ def recovered_of(loaded: Loaded) -> Recovered:
         slots=slots,
         parents=loaded.tree.parents,
         idents=np.ascontiguousarray(rows["ident"]),
-        symbols=loaded.symbols.of(rows),
+        symbols=loaded.symbols.read(loaded.records[slots], rows["symbol_offset"]),
         last_use=np.ascontiguousarray(rows["last_use"]),
         uses=np.ascontiguousarray(rows["uses"]),
         forgotten=loaded.forgotten,

@@ -48,14 +48,18 @@ def trace(rows: RowTable, claimed: Bools, root_ident: int) -> Tree:
     """
     reached, depths = _walk(rows, claimed, root_ident)
     slots = np.flatnonzero(reached)
-    slots = slots[np.argsort(depths[slots], kind="stable")]
-    _, first = np.unique(rows["ident"][slots], return_index=True)
-    if len(first) < len(slots):
+    idents = rows["ident"][slots]
+    ascending = np.sort(idents)
+    if (ascending[1:] == ascending[:-1]).any():
+        slots = slots[np.argsort(depths[slots], kind="stable")]
         single = np.zeros(len(rows), dtype=np.bool_)
-        single[slots[first]] = True
+        single[slots[np.unique(rows["ident"][slots], return_index=True)[1]]] = True
         reached, depths = _walk(rows, single, root_ident)
         slots = np.flatnonzero(reached)
-        slots = slots[np.argsort(depths[slots], kind="stable")]
+    near = depths[slots]
+    if len(near) and int(near.max()) < 1 << 16:
+        near = near.astype(np.uint16)  # sorted by radix
+    slots = slots[np.argsort(near, kind="stable")]
     place = np.empty(len(rows) + 1, dtype=np.int64)
     place[slots] = np.arange(len(slots))
     place[ROOT] = ROOT
@@ -67,13 +71,14 @@ def _walk(rows: RowTable, claimed: Bools, root_ident: int) -> tuple[Bools, NDArr
     """Per slot: whether it hangs on a root, and its distance from above the root (pointer doubling)."""
     n = len(rows)
     root, nowhere = n, n + 1
-    parent = rows["parent_slot"].astype(np.int64)
-    expected = rows["parent_ident"]
-    above = np.full(n + 2, nowhere, dtype=np.int64)
+    parent = np.ascontiguousarray(rows["parent_slot"])
+    expected = np.ascontiguousarray(rows["parent_ident"])
+    ident = np.ascontiguousarray(rows["ident"])
+    above = np.full(n + 2, nowhere, dtype=np.int32)
     above[root] = root
     above[:n][claimed & (parent == ROOT) & (expected == np.uint64(root_ident))] = root
     inner = np.flatnonzero(claimed & (parent >= 0) & (parent < n))
-    inner = inner[claimed[parent[inner]] & (rows["ident"][parent[inner]] == expected[inner])]
+    inner = inner[claimed[parent[inner]] & (ident[parent[inner]] == expected[inner])]
     above[inner] = parent[inner]
     depths = np.ones(n + 2, dtype=np.int32)
     depths[n:] = 0

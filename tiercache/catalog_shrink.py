@@ -58,7 +58,8 @@ def shrink(
     change.next_symbol = loaded.next_symbol
     store.apply(change)
     forgotten = loaded.forgotten + len(loaded.tree.slots) - len(tree.slots)
-    return Loaded(manifest, loaded.next_symbol, table, tree, loaded.symbols, forgotten, set())
+    records = loaded.symbols.find(table)[0]
+    return Loaded(manifest, loaded.next_symbol, table, tree, loaded.symbols, records, forgotten, set())
 
 
 def _record(rows: RowTable, index: int) -> bytes | None:

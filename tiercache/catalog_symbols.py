@@ -35,19 +35,21 @@ class SymbolBook:
         self._used = 0
 
     def adopt(
-        self, slots: Slots, records: NDArray[np.uint64], ids: NDArray[np.uint64], totals: NDArray[np.int32]
+        self, slots: Slots, records: NDArray[np.int32], ids: NDArray[np.uint64], totals: NDArray[np.int32]
     ) -> None:
-        """Start from what a catalog holds: `slots[i]` refers to `records[i]`; all records `ids` hold `totals` symbols.
+        """Start from what a catalog holds: records `ids` of `totals` symbols; `slots[i]` refers to `ids[records[i]]`.
 
         Records that nothing refers to are deleted with the next transaction.
         """
-        live, handles, counts = np.unique(records, return_inverse=True, return_counts=True)
-        self._used = len(live)
-        self._handle[slots] = handles
-        self._ids[: self._used] = live
-        self._live[: self._used] = counts
-        self._total[: self._used] = totals[np.searchsorted(ids, live)]
-        self.deletes.update(np.setdiff1d(ids, live).tolist())
+        live = np.bincount(records, minlength=len(ids)).astype(np.int32)
+        kept = np.flatnonzero(live)
+        handles = np.cumsum(live > 0, dtype=np.int32) - 1
+        self._used = len(kept)
+        self._handle[slots] = handles[records]
+        self._ids[: self._used] = ids[kept]
+        self._live[: self._used] = live[kept]
+        self._total[: self._used] = totals[kept]
+        self.deletes.update(ids[live == 0].tolist())
 
     def add(self, slots: Slots, symbols: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArray[np.uint16]]:
         """Take the `symbols` (`[n, width]`) of `slots`, which had none: record id and offset of each."""

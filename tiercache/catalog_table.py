@@ -18,6 +18,7 @@ from tiercache.types import Bools, Claims, Floats, Idents, Slots, Uses
 __all__ = ["Batch", "SlotTable", "Sparse", "Taken"]
 
 NO_SLOTS: Slots = np.empty(0, dtype=np.int32)
+_BATCHES_MIN = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +73,7 @@ class SlotTable:
         self._dirty = np.zeros(records, dtype=np.bool_)
         self._used = np.zeros(records, dtype=np.bool_)
         """Records whose use counts are newer than on disk."""
+        self._batches_max = _BATCHES_MIN
         self._era = 0
         self._clear = False
 
@@ -81,7 +83,7 @@ class SlotTable:
         self.rows[: len(loaded.rows)] = loaded.rows
         self.state[slots] = CLAIMED
         self.book.next_record = loaded.next_symbol
-        self.book.adopt(slots, loaded.rows["symbol_record"][slots], loaded.symbols.ids, loaded.symbols.totals)
+        self.book.adopt(slots, loaded.records[slots], loaded.symbols.ids, loaded.symbols.totals)
         self._dirty[list(loaded.stale_records)] = True
 
     @property
@@ -117,6 +119,8 @@ class SlotTable:
         self.state[slots] = WRITTEN
         self.life[slots] += np.uint32(1)
         self.batches.append(Batch(slots, self.life[slots], symbols[ours]))
+        if len(self.batches) > self._batches_max:  # they are rewritten faster than commits succeed
+            self._batches_max = 2 * len(self.waiting()) + _BATCHES_MIN
 
     def note_use(self, slots: Slots, last_use: Floats, uses: Uses) -> None:
         """Remember use; slots that hold nothing are passed over."""

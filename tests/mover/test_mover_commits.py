@@ -65,8 +65,9 @@ class Recorder(MemoryLedger):
         lost, self.lost = self.lost, []
         return np.array(lost, dtype=np.int32)
 
-    def close(self, clean):
+    def close(self, clean, wait_s):
         self.calls.append(("closed", clean))
+        return True
 
     def names(self):
         return [call[0] for call in self.calls]
@@ -127,6 +128,17 @@ def test_nothing_is_recorded_of_a_job_that_failed(start, inbox, ledger, slow):
     mover.submit([write_job(1, [0], [4])])
     inbox.result(1)
     assert "written" not in ledger.names()
+
+
+def test_nothing_is_recorded_of_a_job_that_broke(start, inbox, ledger, slow):
+    """The second of three writes raises; the first one had arrived."""
+    mover = start()
+    slow.raise_at("write", 2, RuntimeError("a bug in a tier"))
+    mover.submit([write_job(1, [0, 2, 4], [4, 5, 6])])
+    assert not inbox.result(1).ok.any()
+    assert slow.calls["write"] == 2
+    assert "written" not in ledger.names()
+    assert ("forget", [4, 5, 6]) in ledger.calls
 
 
 def test_nothing_is_recorded_under_another_epoch(start, inbox, ledger):
@@ -214,6 +226,7 @@ def test_a_commit_that_hangs_disturbs_nobody(start, inbox, ledger):
     ledger.in_commit = block
     mover.submit([write_job(1, [0], [0])])
     assert in_commit.wait(5)
+    assert inbox.result(1).ok.all()
     mover.submit([write_job(2, [1], [1]), make_job(3, 1, [0], 0, [9]), Forget(slots(7))])
     assert inbox.result(2).ok.all()
     assert inbox.result(3).ok.all()
@@ -403,7 +416,7 @@ def test_close_is_not_clean_with_a_lost_job(make_mover, inbox, ledger):
     assert "written" not in ledger.names()
 
 
-def test_close_leaves_the_ledger_open_where_a_sync_hangs(make_mover, inbox, ledger):
+def test_close_leaves_the_files_open_where_a_sync_hangs(make_mover, inbox, ledger):
     slow = HangingTier(DRAMTier(16, NBYTES), verifies=True)
     mover = make_mover(DRAMTier(16, NBYTES), slow, catalog=ledger)
     slow.hang("sync")
@@ -411,8 +424,9 @@ def test_close_leaves_the_ledger_open_where_a_sync_hangs(make_mover, inbox, ledg
     assert slow.wait_hung()
     inbox.result(1)
     assert mover.close(0.05) is False
-    assert "closed" not in ledger.names()
+    assert ledger.calls[-1] == ("closed", False)
     assert slow.inner.slab is not None
+    assert mover.left_open == {1}
     slow.wake()
 
 

@@ -155,6 +155,19 @@ def test_expedite(make_mover, inbox):
     assert sorted(inbox.order()) == [0, 1, 2]
 
 
+def test_expedite_of_a_job_that_waits_for_a_thread(make_mover, inbox):
+    """It is not queued twice."""
+    mover, slow = gate(make_mover)
+    mover.submit([write_job(1, [5], [5], start_after_s=60.0), write_job(2, [6], [6])])
+    mover.submit([Expedite((2, 1)), Expedite((1, 2))])
+    assert mover.stats().levels[1].queued == 2
+    slow.wake()
+    inbox.result(1)
+    inbox.result(2)
+    assert mover.stats().levels[1].queued == 0
+    assert sorted(inbox.order()) == [0, 1, 2]
+
+
 def test_a_deadline_counts_from_the_start(make_mover, inbox):
     mover, _, _ = two_levels(make_mover)
     mover.submit([write_job(1, [0], [0], start_after_s=0.2, deadline_s=0.1)])

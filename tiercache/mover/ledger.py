@@ -56,8 +56,11 @@ class BlockLedger(Protocol):
         are forgotten (mostly none). Sets `healthy`; after a failure nothing is lost, and the caller calls again.
         """
 
-    def close(self, clean: bool) -> None:
-        """Give files back; `clean` says that the last commit holds everything and no write is left running."""
+    def close(self, clean: bool, wait_s: float) -> bool:
+        """Give files back; `clean` says that the last commit holds everything and no write is left running.
+
+        False where a commit still runs after `wait_s`: it claims nothing more, but the files are not closed.
+        """
 
 
 class MemoryLedger:
@@ -110,5 +113,6 @@ class MemoryLedger:
         self.healthy = sync()
         return np.empty(0, dtype=np.int32)
 
-    def close(self, clean: bool) -> None:
-        """Nothing: there are no files."""
+    def close(self, clean: bool, wait_s: float) -> bool:
+        """True: there are no files."""
+        return True

@@ -49,9 +49,9 @@ _NO_LEVEL = CALLER - 1
 class Mover:
     """Runs CopyJobs over `tiers` (0 fastest) and calls `deliver(message)` with what became of them.
 
-    `deliver` is called from worker threads, several at once, with no mover lock held; per job JobOverdue (if any)
-    comes before JobResult, and LostClaims never before the JobResult that wrote the slots. What `deliver` raises is
-    logged and counted.
+    `deliver` is called from worker threads, several at once, and from the one that closes, with no mover lock held;
+    per job JobOverdue (if any) comes before JobResult, and LostClaims never before the JobResult that wrote the slots.
+    What `deliver` raises is logged and counted.
 
     At most one tier may verify (a disk). `catalog` remembers what it holds; without one a table in memory does.
     `epoch`: jobs to that tier under another epoch are not recorded ("cancelled"); None: any, until a NewEpoch comes.
@@ -89,6 +89,8 @@ class Mover:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._epoch = epoch
+        self.left_open: frozenset[int] = frozenset()
+        """After `close`: levels that a thread still uses. Where one has files, their directory must stay locked."""
         self._endpoints: dict[int, OutsideRows] = {}
         self._live: dict[int, RunningJob] = {}
         self._closing = False
@@ -325,9 +327,9 @@ class Mover:
         """End everything: no more jobs, queued ones fail with "closed", running ones are waited for.
 
         At the deadline the jobs still running are announced as overdue and stay lost: the tiers they touch stay open
-        and their memory mapped. Then the last commit (which has at least LAST_COMMIT_S), the ledger and the other
-        tiers are closed. True when nothing was lost and everything is committed. A second call does nothing.
-        Raises WorkerThreadError on a mover's thread.
+        and their memory mapped (`left_open`). Then comes the last commit (which has at least LAST_COMMIT_S), and the
+        ledger and the other tiers are closed. True when nothing was lost and everything is committed. A second call
+        does nothing. Raises WorkerThreadError on a mover's thread.
         """
         if self._abandoned:
             return True
@@ -343,11 +345,11 @@ class Mover:
             self._expire("closed", running, only_waiting=True)
         with self._idle:
             self._idle.wait_for(lambda: not self._live, max(0.0, end - time.monotonic()))
+            self._closed = True
             late = list(self._live.values())
         for running in late:
             self._expire("closed", running)
         with self._lock:
-            self._closed = True
             lost = list(self._live.values())
         return self._close_rest(end, lost)
 
@@ -362,10 +364,11 @@ class Mover:
         kept = {level for running in lost for level in _levels_of(running.job)}
         if self._committer is not None and self._ledger is not None:
             committed = self._committer.stop(max(LAST_COMMIT_S, end - time.monotonic()))
-            if self._committer.thread.is_alive():  # hangs in a sync: it still uses both
+            hangs = self._committer.thread.is_alive()
+            closed = self._ledger.close(clean=committed and not lost, wait_s=max(0.0, end - time.monotonic()))
+            if hangs or not closed:  # in a sync
                 kept.add(self._persistent_level)
-            else:
-                self._ledger.close(clean=committed and not lost)
+        self.left_open = frozenset(kept)
         for level, tier in enumerate(self._tiers):
             if level not in kept:
                 tier.close()

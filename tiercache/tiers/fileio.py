@@ -156,8 +156,8 @@ def transfer(ops: FileOps, write: bool, fd: int, offset: int, rows: NDArray[np.u
     Short transfers are continued, always at a multiple of ALIGNMENT, since O_DIRECT takes nothing else. Returns the
     bytes moved: less than all at the end of the file, or where the file makes no progress. Raises OSError.
     """
-    width = rows.shape[1]
-    total = rows.shape[0] * width
+    width: int = rows.shape[1]
+    total: int = rows.shape[0] * width
     move = ops.pwritev if write else ops.preadv
     done = stalls = 0
     while True:
@@ -175,11 +175,10 @@ def transfer(ops: FileOps, write: bool, fd: int, offset: int, rows: NDArray[np.u
 
 def _buffers(rows: NDArray[np.uint8], done: int) -> list[memoryview]:
     """The memory of `rows` past its first `done` bytes, in as few pieces as possible."""
-    k, width = rows.shape
     if rows.flags.c_contiguous:
-        return [memoryview(rows.reshape(k * width)[done:])]
-    first, within = divmod(done, width)
-    pieces = [memoryview(row) for row in rows[first:]]
+        return [rows.reshape(-1)[done:].data]
+    first, within = divmod(done, rows.shape[1])
+    pieces = [row.data for row in rows[first:]]
     if within:
         pieces[0] = pieces[0][within:]
     return pieces
