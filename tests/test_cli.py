@@ -15,6 +15,7 @@ import pytest
 
 from tiercache import cli, cli_output
 from tiercache.errors import ConfigError, DirectoryInUseError
+from tiercache.sim import demo
 from tiercache.sim.options import ReplayOptions, Share, parse_share_or_size, slots_of
 from tiercache.sim.report import PhaseReport, ReplayReport, TierReport
 
@@ -41,6 +42,7 @@ KILLED = dataclasses.replace(
     before_kill=PhaseReport(4, 400, 100, {"dram": 90, "nvme": 10}),
     after_kill=PhaseReport(6, 600, 300, {"dram": 210, "nvme": 90}),
     reopen_s=0.123,
+    recovered_blocks=55,
 )
 
 
@@ -65,6 +67,17 @@ class Commands:
 
         self._replace("tiercache.sim.replay", run_replay=run_replay)
         return self.run("replay", *args)
+
+    def demo(self, *args: str, result: ReplayReport = KILLED, memory: int | None = None, disk: int = 1 << 40) -> int:
+        self.monkeypatch.setattr(demo, "free_memory_nbytes", lambda read: memory)
+        self.monkeypatch.setattr(demo, "_free_disk_nbytes", lambda place: disk)
+
+        def run_replay(options: ReplayOptions, progress: Callable[[int, int, str], None]) -> ReplayReport:
+            self.options = options
+            return result
+
+        self._replace("tiercache.sim.replay", run_replay=run_replay)
+        return self.run("demo", *args)
 
     def check(self, *args: str, result: Any) -> int:
         def check_directory(path: Path, *, fix: bool, scrub: bool, progress: Callable[[int, int, str], None]) -> Any:
@@ -206,7 +219,7 @@ def test_the_table(commands: Commands) -> None:
         "nvme 20 100 40 20 0 0.00 GB - 0.00 GB -",
         "wrong bytes 0 (in 77 loaded blocks)",
         "tokens served from NVMe after the kill 90",
-        "time to reopen 123 ms",
+        "time to reopen 123 ms (55 blocks found there)",
         "all is well",
     ):
         assert part in text
@@ -266,6 +279,31 @@ def test_a_bug_is_not_hidden(commands: Commands) -> None:
         commands.replay("example", result=ZeroDivisionError())
 
 
+def test_demo_is_a_replay_with_a_kill(commands: Commands) -> None:
+    assert commands.demo("--dir", "/mnt/x") == 0
+    assert commands.options == ReplayOptions(
+        trace="example", dram=1 << 30, nvme_path=Path("/mnt/x"), nvme=5 << 30, kill_at=0.5
+    )
+    assert "all is well" in commands.out
+    assert commands.demo("--json", "--requests", "20") == 0
+    assert json.loads(commands.out)["after_kill"]["requests"] == 6
+    assert commands.options.requests == 20
+    assert commands.options.nvme_path is not None
+    assert commands.demo(result=dataclasses.replace(KILLED, wrong_bytes=1)) == 1
+    assert commands.demo(result=dataclasses.replace(KILLED, recovered_blocks=0)) == 1
+
+
+def test_demo_says_what_is_not_free(commands: Commands) -> None:
+    assert commands.demo(memory=1 << 30) == 2
+    assert commands.err == "tiercache: error: the demo needs 1.5GiB of memory; 1GiB is free\n"
+    assert commands.demo("--dir", "/mnt/x", disk=5 << 30) == 2
+    assert commands.err == (
+        "tiercache: error: the demo needs 6GiB of disk; 5GiB is free in /mnt/x: name another directory with --dir\n"
+    )
+    assert commands.options is None
+    assert commands.out == ""
+
+
 class FakeCheck:
     def __init__(self, clean: bool) -> None:
         self.clean = clean
@@ -295,7 +333,7 @@ def test_check_of_a_directory_in_use_is_2(commands: Commands) -> None:
     assert commands.err.splitlines()[-1] == "tiercache: error: /mnt/kv is in use"
 
 
-@pytest.mark.parametrize("args", [["--help"], ["replay", "--help"], ["check", "--help"]])
+@pytest.mark.parametrize("args", [["--help"], ["demo", "--help"], ["replay", "--help"], ["check", "--help"]])
 def test_help_teaches_with_examples(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(args)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from tiercache.cli_check import add_check
+from tiercache.cli_demo import add_demo
 from tiercache.cli_output import OutputClosedError
 from tiercache.cli_replay import add_replay
 from tiercache.errors import TierCacheError
@@ -24,6 +25,7 @@ A tiered, persistent KV cache for LLM inference. Its use is from Python; here it
 
 _EPILOG = """\
 examples:
+  tiercache demo
   tiercache replay example --dram 1GiB --nvme /tmp/kv:5GiB
   tiercache replay example --dram 5% --no-data --json
   tiercache check /mnt/kv --scrub
@@ -43,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tiercache {version('tiercache')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_demo(commands)
     add_replay(commands)
     add_check(commands)
     return parser

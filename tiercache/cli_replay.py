@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiercache.cli_output import progress_bar, require_rich, table_text, write_json, write_text
-from tiercache.config import parse_size
+from tiercache.config import format_size, parse_size
 from tiercache.errors import ConfigError
 
 if TYPE_CHECKING:
     from tiercache.sim.options import ReplayOptions, Size
     from tiercache.sim.report import PhaseReport, ReplayReport
 
-__all__ = ["add_replay", "replay_text"]
+__all__ = ["add_replay", "replay_and_print", "replay_text"]
 
 _DESCRIPTION = """\
 Replay a trace of requests through the cache: look each prompt up, load what is there, store what is missing.
@@ -135,11 +135,16 @@ def _run(args: argparse.Namespace) -> int:
     options = options_of(args)
     if not args.json:
         require_rich()
+    return replay_and_print(options, "replay", as_json=args.json)
+
+
+def replay_and_print(options: ReplayOptions, title: str, *, as_json: bool) -> int:
+    """Replay with a progress bar, print the report, and return the exit status."""
     from tiercache.sim.replay import run_replay
 
-    with progress_bar("replay") as update:
+    with progress_bar(title) as update:
         report = run_replay(options, update)
-    if args.json:
+    if as_json:
         write_json(report.to_dict())
     else:
         write_text(replay_text(report))
@@ -170,11 +175,13 @@ def replay_text(report: ReplayReport) -> str:
         _notes(report),
     )
     columns = ["requests", "count", "prompt tokens", "hit ratio", *[f"from {tier.name}" for tier in report.tiers]]
-    title = (
-        f"{report.trace}: policy {report.policy}, blocks of {report.block_tokens} tokens, {report.block_nbytes:,} bytes"
-    )
+    title = f"{report.trace}: {report.policy}, blocks of {report.block_tokens} tokens{_block_size(report)}"
     verdict = f"FAILED: {report.failure}" if report.failure else "all is well"
     return "\n".join([table_text(title, columns, phases), tiers, verdict])
+
+
+def _block_size(report: ReplayReport) -> str:
+    return f" and {format_size(report.block_nbytes)}" if report.data else ", no payload"
 
 
 def _phase_rows(report: ReplayReport) -> list[list[str]]:
@@ -202,9 +209,14 @@ def _notes(report: ReplayReport) -> list[tuple[str, str]]:
     if report.after_kill is not None:
         notes.append(("tokens served from NVMe after the kill", f"{report.warm_tokens:,}"))
     if report.reopen_s is not None:
-        notes.append(("time to reopen", f"{report.reopen_s * 1000:.0f} ms"))
+        found = "" if report.recovered_blocks is None else f" ({report.recovered_blocks:,} blocks found there)"
+        notes.append(("time to reopen", f"{report.reopen_s * 1000:.0f} ms{found}"))
+    if report.failed_blocks:
+        notes.append(("copies of blocks that failed", f"{report.failed_blocks:,}"))
     if report.skipped_lines:
         notes.append(("malformed lines skipped", f"{report.skipped_lines:,}"))
+    if report.data:
+        notes.append(("GB/s", "bytes over the time in which at least one copy in that direction ran"))
     return [*notes, ("wall time", f"{report.seconds:.1f} s")]
 
 

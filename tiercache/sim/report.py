@@ -22,14 +22,16 @@ class TierReport:
     hit_tokens: int = 0
     """Prompt tokens that loads accepted from this tier."""
     blocks_written: int = 0
+    """Blocks copied into this tier: stored, demoted or promoted."""
     blocks_evicted: int = 0
     """Blocks that left this tier to make room, demoted or dropped."""
     blocks_demoted: int = 0
-    """Of those, how many were copied to the tier below."""
+    """Blocks copied to the tier below."""
     bytes_read: int = 0
+    """Payload copied out of this tier; a hit in DRAM is used in place, and copies nothing."""
     bytes_written: int = 0
     read_s: float = 0.0
-    """Seconds that reads took, summed over jobs: 0 without data."""
+    """Wall time during which at least one copy out of this tier ran: 0 without data."""
     write_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,6 +95,8 @@ class ReplayReport:
     wrong_bytes: int = 0
     verified_blocks: int = 0
     """Loaded blocks compared with what they must be."""
+    failed_blocks: int = 0
+    """Copies of blocks that failed (I/O trouble, damage): with them, decisions may differ from those without data."""
     skipped_lines: int = 0
     seconds: float = 0.0
     """Wall time of the replay."""
@@ -100,7 +104,9 @@ class ReplayReport:
     """None where there was no kill."""
     after_kill: PhaseReport | None = None
     reopen_s: float | None = None
-    """Seconds from the new process's start to open the directory until the cache was ready."""
+    """Seconds that the new process took to open the cache on the directory that was left behind."""
+    recovered_blocks: int | None = None
+    """Blocks that it found there."""
 
     @property
     def token_hit_ratio(self) -> float:
@@ -117,6 +123,8 @@ class ReplayReport:
         """Why the replay counts as failed; "" where it went well."""
         if self.wrong_bytes:
             return f"{self.wrong_bytes} wrong bytes were served"
+        if self.after_kill is not None and self.recovered_blocks == 0:
+            return "nothing was warm after the kill: no block was found on NVMe"
         if self.after_kill is not None and self.warm_tokens == 0:
             return "nothing was warm after the kill: no hit was served from NVMe"
         return ""
@@ -137,11 +145,14 @@ class ReplayReport:
             "infinite_hit_ratio": self.infinite_hit_ratio,
             "wrong_bytes": self.wrong_bytes,
             "verified_blocks": self.verified_blocks,
+            "failed_blocks": self.failed_blocks,
             "skipped_lines": self.skipped_lines,
             "seconds": self.seconds,
             "tiers": {tier.name: tier.to_dict() for tier in self.tiers},
             "before_kill": self.before_kill.to_dict() if self.before_kill else None,
             "after_kill": self.after_kill.to_dict() if self.after_kill else None,
             "reopen_s": self.reopen_s,
+            "recovered_blocks": self.recovered_blocks,
+            "warm_tokens": self.warm_tokens,
             "failure": self.failure,
         }
