@@ -48,6 +48,8 @@ class SlotTable:
         self._stack: Slots = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         self.free = capacity
         self.lost = 0
+        self.taken = 0
+        """Slots ever taken."""
 
     def take(self, n: int) -> Slots:
         """Take n free slots (ascending), which become WRITING. The caller has checked `free >= n`."""
@@ -55,6 +57,7 @@ class SlotTable:
         begin = self.free - n
         slots = np.sort(self._stack[begin : self.free])
         self.free = begin
+        self.taken += n
         self.state[slots] = SlotState.WRITING
         return slots
 

@@ -46,13 +46,15 @@ class Breaker:
     def failed(self, now: float) -> None:
         """A job failed or is overdue."""
         self.failures += 1
-        self.probing = False
-        if self.retry_at is not None:
-            self._backoff_s = min(self._backoff_s * 2, self.longest_backoff_s)
-        elif self.failures < self.threshold:
-            return
-        else:
+        if self.retry_at is None:
+            if self.failures < self.threshold:
+                return
             self.trips += 1
+        elif self.probing:
+            self._backoff_s = min(self._backoff_s * 2, self.longest_backoff_s)
+        else:
+            return  # of a job that was under way when the level went offline: no news
+        self.probing = False
         self.retry_at = now + self._backoff_s
 
     def undecided(self) -> None:

@@ -19,6 +19,7 @@ def check_state(state: PlannerState, loads: Loads) -> list[str]:
     """Every broken rule found: slots, pins, tree, residency, credits. The caller has filed all stale nodes."""
     broken: list[str] = []
     broken += _check_slots(state)
+    broken += _check_fillers(state)
     broken += _check_pins(state, loads)
     broken += _check_tree(state)
     broken += _check_residency(state)
@@ -48,6 +49,14 @@ def _check_slots(state: PlannerState) -> Iterator[str]:
             at = int(table.pos[slot])
             if node is None or at >= node.n or int(node.slots[level, at]) != slot:
                 yield f"{name}: slot {slot} says it is block {at} of node {int(table.owner[slot])}, which disagrees"
+
+
+def _check_fillers(state: PlannerState) -> Iterator[str]:
+    expected = np.zeros(state.specs[0].capacity, dtype=np.int64)
+    for flight in state.jobs.values():
+        expected[state.filled(flight.job)] = flight.job.id
+    if (expected != state.filler).any():
+        yield f"{int((expected != state.filler).sum())} slots of the first level name a wrong job as their filler"
 
 
 def _ends(state: PlannerState, loads: Loads) -> Iterator[tuple[int, Slots]]:
@@ -125,17 +134,21 @@ def _closed(node: Node, level: int) -> bool:
 
 def _check_credits(state: PlannerState, loads: Loads) -> Iterator[str]:
     levels = range(len(state.specs))
-    jobs, delayed, lost = [0 for _ in levels], [0 for _ in levels], [0 for _ in levels]
-    inbound, outbound, held = [0 for _ in levels], [0 for _ in levels], [0 for _ in levels]
+    jobs, delayed, hastened, lost = [[0 for _ in levels] for _ in range(4)]
+    inbound, outbound, writes, held = [[0 for _ in levels] for _ in range(4)]
     for flight in state.jobs.values():
         job, slower = flight.job, max(flight.job.src_level, flight.job.dst_level)
-        lost[slower] += flight.overdue
+        if flight.overdue:
+            lost[slower] += 1
+            continue
         if flight.delayed:
             delayed[job.src_level] += job.n
+            hastened[job.src_level] += job.n * flight.expedited
             continue
         jobs[slower] += 1
         if job.src_level != CALLER:
             outbound[job.src_level] += job.n
+            writes[job.src_level] += job.n * (job.kind == "write")
         if job.dst_level != CALLER:
             inbound[job.dst_level] += job.n
         if job.also_slots is not None:
@@ -146,7 +159,12 @@ def _check_credits(state: PlannerState, loads: Loads) -> Iterator[str]:
         held[level] += len(slots)
     for level in levels:
         credit = state.credits[level]
-        found = (credit.jobs, credit.delayed, credit.lost_jobs, credit.inbound, credit.outbound, credit.held)
-        right = (jobs[level], delayed[level], lost[level], inbound[level], outbound[level], held[level])
+        found = (credit.jobs, credit.delayed, credit.hastened, credit.lost_jobs)
+        right = (jobs[level], delayed[level], hastened[level], lost[level])
         if found != right:
-            yield f"{state.specs[level].name}: credits {found}, in flight {right} (jobs, delayed, lost, in, out, held)"
+            yield f"{state.specs[level].name}: credits {found}, in flight {right} (jobs, delayed, hastened, lost)"
+        found_blocks = (credit.inbound, credit.outbound, credit.outbound_writes, credit.held)
+        right_blocks = (inbound[level], outbound[level], writes[level], held[level])
+        if found_blocks != right_blocks:
+            name = state.specs[level].name
+            yield f"{name}: credits {found_blocks}, in flight {right_blocks} (blocks in, out, of these written, held)"

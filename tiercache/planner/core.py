@@ -6,7 +6,6 @@ mover must do collects in the outbox (`take_messages`); what the mover reports g
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,6 +48,14 @@ class Found:
     """Estimate from measured rates; 0 where nothing was measured yet."""
 
 
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """Copies that were under way at one moment."""
+
+    jobs: frozenset[int]
+    loads: tuple[Load, ...]
+
+
 class Planner:
     """See the module; the parts are `Loads`, `Stores`, `Demotion`, over one `PlannerState`."""
 
@@ -67,15 +74,13 @@ class Planner:
         """specs: the levels, fastest first. width: bytes of a symbol. exclusive: None decides per level, by size:
         a block promoted from a level of under five times the capacity leaves that one."""
         self._namespace_digest = namespace_digest
-        small = [b.capacity < 5 * a.capacity for a, b in itertools.pairwise(specs)] + [False]
-        rule = tuple(small if exclusive is None else [exclusive] * (len(specs) - 1) + [False])
         self.state = PlannerState(
             Residency(specs, width),
             policy,
             epoch,
             root_ident(namespace_digest, epoch),
             limits or Limits(),
-            rule,
+            exclusive,
             write_after_s,
         )
         self.victims = Victims(self.state)
@@ -84,7 +89,7 @@ class Planner:
         self.demotion = Demotion(self.state, self.victims, self.room, self.writes)
         self.loads = Loads(self.state, self.demotion)
         self.stores = Stores(self.state, self.demotion)
-        self.results = Results(self.state, self.loads, self.stores, self.demotion)
+        self.results = Results(self.state, self.loads, self.demotion)
 
     @property
     def epoch(self) -> bytes:
@@ -98,8 +103,9 @@ class Planner:
 
     # -- asking -------------------------------------------------------------------------------------------------
 
-    def lookup(self, symbols: bytes, n: int, now: float, tail: bytes = b"") -> Found:
-        """How many leading blocks of a prompt have a readable copy. Mutates statistics only."""
+    def lookup(self, symbols: bytes, n: int, now: float, tail: bytes = b"", again: bool = False) -> Found:
+        """How many leading blocks of a prompt have a readable copy. Mutates statistics only; with `again` (the same
+        question asked once more) not even those."""
         state, residency = self.state, self.state.residency
         state.now = now
         walk = residency.index.walk(symbols, n, tail)
@@ -110,11 +116,12 @@ class Planner:
         after = (states[:, blocks:] == SlotState.WRITING).any(axis=0)
         pending = int(np.argmin(after)) if not after.all() else len(after)
         by_level = tuple(np.bincount(best[:blocks], minlength=residency.levels).tolist())
-        state.totals.lookups += 1
-        state.totals.lookup_blocks += n
-        state.totals.found_blocks += blocks
-        if walk.path and walk.blocks < n:
-            walk.path[-1][0].exits += 1
+        if not again:
+            state.totals.lookups += 1
+            state.totals.lookup_blocks += n
+            state.totals.found_blocks += blocks
+            if walk.path and walk.blocks < n:
+                walk.path[-1][0].exits += 1
         return Found(blocks, by_level, pending, walk.words, self._estimate(by_level))
 
     def _estimate(self, by_level: Sequence[int]) -> float:
@@ -128,12 +135,15 @@ class Planner:
 
     # -- verbs --------------------------------------------------------------------------------------------------
 
-    def plan_load(self, symbols: bytes, want: int, epoch: bytes, now: float, endpoint: int = 0) -> Load:
-        """Bring up to `want` leading blocks to level 0, or into the caller rows `endpoint`; touches the path."""
+    def plan_load(
+        self, symbols: bytes, want: int, epoch: bytes, now: float, endpoint: int = 0, touch: bool = True
+    ) -> Load:
+        """Bring up to `want` leading blocks to level 0, or into the caller rows `endpoint`; touches the path, unless
+        this use was counted already."""
         self.state.now = now
         walk = self._walk(symbols, want, epoch)
         load = self.loads.plan(walk.path, want, endpoint)
-        if load.blocks:
+        if load.blocks and touch:
             self._touch(self._shorten(walk.path, load.blocks))
         self.demotion.tend()
         return load
@@ -192,6 +202,12 @@ class Planner:
         self.loads.pump()
         self.demotion.tend()
 
+    def hasten(self, now: float) -> None:
+        """Start all delayed writes, and tend."""
+        self.state.now = now
+        self.demotion.expedite_all()
+        self.tend(now)
+
     def drain(self, now: float) -> int:
         """Queue everything that the last level lacks, most reusable first, and start all delayed writes.
         Returns how many blocks were queued."""
@@ -217,11 +233,12 @@ class Planner:
         return held
 
     def unpin(self, held: Sequence[tuple[int, Slots]], now: float) -> None:
-        """End a hold of `pin`."""
+        """End a hold of `pin`. A second time does nothing."""
         self.state.now = now
         mine = {id(slots) for _, slots in held}
+        ended = [each for each in self.state.pinned if id(each[1]) in mine]
         self.state.pinned = [each for each in self.state.pinned if id(each[1]) not in mine]
-        for level, slots in held:
+        for level, slots in ended:
             self.state.let_go(level, slots)
 
     def invalidate(self, symbols: bytes, n: int, now: float) -> int:
@@ -262,6 +279,7 @@ class Planner:
         """Take over what the mover reports; then tend."""
         self.state.now = now
         outcome = self.results.take(message)
+        outcome.loads += self.loads.fail_offline()
         self.loads.pump()
         self.demotion.tend()
         return outcome
@@ -306,6 +324,34 @@ class Planner:
             return not self.state.jobs and not self.state.unwritten
         return all(flight.delayed for flight in self.state.jobs.values())
 
+    def under_way(self) -> UnderWay:
+        """What is being copied now (delayed writes are not), for `is_over`."""
+        jobs = frozenset(each.job.id for each in self.state.jobs.values() if not each.delayed or each.expedited)
+        return UnderWay(jobs, tuple(load for load in self.loads.open.values() if not load.done))
+
+    def is_over(self, under_way: UnderWay) -> bool:
+        """Has all of it ended? What is overdue counts as ended: nobody waits for it any longer."""
+        jobs = self.state.jobs
+        ended = all(job not in jobs or jobs[job].overdue for job in under_way.jobs)
+        return ended and all(load.done for load in under_way.loads)
+
+    def backlog(self) -> int:
+        """A mark, for `is_backlog_over`, of what is queued for writing now."""
+        return self.state.unwritten.added
+
+    def is_backlog_over(self, mark: int) -> bool:
+        """Was all that was queued for writing at that mark submitted, or given up?"""
+        return self.state.unwritten.is_over(mark)
+
+    def moves(self) -> bool:
+        """Is anything under way whose end may let something else go on?"""
+        return any(not flight.overdue for flight in self.state.jobs.values())
+
+    def failed_writes(self) -> int:
+        """Blocks so far that could not be written to the last level, were lost there, or were overdue."""
+        last = self.state.counters[-1]
+        return last.failed_writes + last.lost_claims + last.overdue_jobs
+
     def lacking(self, used_before: float) -> int:
         """Full blocks, last used no later than then, without a readable copy in the persistent level."""
         return self.demotion.count_lacking(used_before)
@@ -313,7 +359,7 @@ class Planner:
     def check(self) -> list[str]:
         """Every broken rule found, empty where all is well. O(everything); mutates nothing."""
         self.victims.refile()
-        return check_state(self.state, self.loads)
+        return [*check_state(self.state, self.loads), *self.victims.check()]
 
     def level_counters(self) -> list[LevelCounters]:
         """Live counters per level."""

@@ -10,13 +10,35 @@ from tiercache.index import Node
 from tiercache.planner.room import Room
 from tiercache.planner.state import PlannerState
 from tiercache.planner.victims import Victims
-from tiercache.planner.writes import Writes
+from tiercache.planner.writes import Planned, Writes
 from tiercache.slots import SlotState
 from tiercache.types import Bools, Expedite, Slots
 
 __all__ = ["Demotion"]
 
 _REMEMBERED_STORES = 1000
+_PATIENCE = 16
+"""Victims that cannot be copied which `copy_down` passes over before it gives up; bounds its cost."""
+
+
+class RecentMax:
+    """The largest of the values noted during the last `window` steps. O(1), amortised."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._falling: deque[tuple[int, int]] = deque()
+
+    def note(self, step: int, value: int) -> None:
+        """A value at a step; steps never fall."""
+        while self._falling and self._falling[-1][1] <= value:
+            self._falling.pop()
+        self._falling.append((step, value))
+
+    def largest(self, step: int) -> int:
+        """The largest value noted after `step - window`, 0 where there is none."""
+        while self._falling and self._falling[0][0] <= step - self._window:
+            self._falling.popleft()
+        return self._falling[0][1] if self._falling else 0
 
 
 class Demotion:
@@ -27,10 +49,11 @@ class Demotion:
         self.victims = victims
         self.room = room
         self.writes = writes
-        self._recent: deque[int] = deque(maxlen=_REMEMBERED_STORES)
-        self._largest = 0
-        self.shortfall = [0] * len(state.specs)
-        """Blocks that the last cut store or load lacked, per level; part of the next target."""
+        self._stores = 0
+        self._sizes = RecentMax(_REMEMBERED_STORES)
+        self._shortfalls = [RecentMax(_REMEMBERED_STORES) for _ in state.specs]
+        self._spare = [(0, 0) for _ in state.specs]
+        """Per level: slots ever taken when room was counted last, and by how many it exceeded the target."""
 
     # -- at once ------------------------------------------------------------------------------------------------
 
@@ -44,58 +67,50 @@ class Demotion:
         got = self.room.free(level, want)
         if got == want or self.state.is_last(level):
             return got
-        if self.state.level_below(level) is None or self.copy_down(level, want - got) == "full":
-            self._drop_in_place(level, want)
+        self.copy_down(level, want - got, drop=True)
         got = self.room.free(level, want)
-        self.shortfall[level] = max(self.shortfall[level], want - got)
+        self._note_shortfall(level, want - got)
         return got
 
-    def _drop_in_place(self, level: int, want: int) -> None:
-        table, skip = self.state.residency.tables[level], 0
-        while table.free < want:
-            self.victims.refile()
-            victim = self.victims.nth(level, False, skip)
-            if victim is None:
-                return
-            node, last = victim
-            if not self.room.drop_in_place(level, node, last, want - table.free):
-                skip += 1
-            self.room.free(level, want)
+    def _note_shortfall(self, level: int, lacking: int) -> None:
+        """A store, load or write lacked that many slots: part of the target for the next stores."""
+        self._spare[level] = (0, 0)
+        if lacking:
+            self._shortfalls[level].note(self._stores, lacking)
 
     # -- ahead of need ------------------------------------------------------------------------------------------
 
     def note_store(self, blocks: int) -> None:
         """Remember the size of a store, for the watermark."""
-        oldest = self._recent[0] if len(self._recent) == _REMEMBERED_STORES else 0
-        self._recent.append(blocks)
-        if blocks >= self._largest:
-            self._largest = blocks
-        elif oldest == self._largest:
-            self._largest = max(self._recent)
+        self._stores += 1
+        self._sizes.note(self._stores, blocks)
 
     def watermark(self, level: int) -> int:
-        """Slots that should be free, or be free on demand, before the next store."""
+        """Slots that should be free, or be free on demand, before the next store: 1 % of them or the largest recent
+        store, the smaller, and what recent requests lacked; at most half."""
         capacity = self.state.specs[level].capacity
-        base = max(1, min(capacity // 100, self._largest))
-        return min(base + self.shortfall[level], max(1, capacity // 2))
+        base = max(1, min(capacity // 100, self._sizes.largest(self._stores)))
+        return min(base + self._shortfalls[level].largest(self._stores), max(1, capacity // 2))
 
     def tend(self) -> None:
         """Copy the coldest blocks down where too few slots could be freed on demand."""
         for level in range(len(self.state.specs) - 1):
-            if self.state.level_below(level) is None:
+            taken = self.state.residency.tables[level].taken
+            counted_at, spare = self._spare[level]
+            if taken - counted_at < spare or self.state.level_below(level) is None:
                 continue
             target = self.watermark(level)
-            ready = self._ready(level, target)
+            ready = self._ready(level, 2 * target)
+            self._spare[level] = (taken, ready - target)
             if ready < target:
                 self.copy_down(level, target - ready)
-            else:
-                self.shortfall[level] = 0
         self._write_backlog()
 
     def _ready(self, level: int, target: int) -> int:
         """Slots that are free, or whose block is colder than all that must be copied, or is being copied."""
         self.victims.refile()
-        ready = self.state.residency.tables[level].free + self.state.credits[level].outbound_writes
+        credit = self.state.credits[level]
+        ready = self.state.residency.tables[level].free + credit.outbound_writes + credit.hastened
         limit = self.victims.key_of(level, False, 0)
         n = 0
         while ready < target:
@@ -109,42 +124,66 @@ class Demotion:
             n += 1
         return ready
 
-    def copy_down(self, level: int, want: int) -> str:
-        """Start copies of the coldest `want` blocks that have none below. Returns what stopped it, "" for nothing."""
-        skip, stuck = 0, ""
-        while want > 0:
+    def copy_down(self, level: int, want: int, *, drop: bool = False) -> tuple[int, int]:
+        """Start copies of the coldest `want` blocks that have none below; with `drop`, what cannot be copied is
+        dropped in place. Returns how many blocks are on their way by it (ancestors too), and how many were dropped."""
+        started = dropped = skip = 0
+        while started + dropped < want and skip <= _PATIENCE:
             self.victims.refile()
             victim = self.victims.nth(level, False, skip)
             if victim is None:
-                if not self._expedite(level, want) and not stuck:
-                    return "busy"
-                return stuck
-            node, last = victim
-            begin = self.victims.coldest_run(level, node, last, want, False)
-            planned = self.writes.plan(node, begin, last + 1, level)
-            want -= planned.blocks
-            if planned.reason == "credits":
-                return "credits"
-            if planned.blocks == 0:
-                stuck = planned.reason
-                skip += 1
-                if skip > 16:
-                    return stuck
-        return stuck
-
-    def _expedite(self, level: int, want: int) -> bool:
-        """Let delayed writes out of `level` start now, oldest first, until they cover `want` blocks."""
-        chosen = []
-        for job_id, flight in self.state.jobs.items():
-            if want <= 0:
                 break
-            if flight.delayed and not flight.expedited and flight.job.src_level == level:
-                flight.expedited = True
+            node, last = victim
+            left = want - started - dropped
+            begin = self.victims.coldest_run(level, node, last, left, False)
+            planned = self._copy(level, node, begin, last + 1, drop)
+            started += planned.blocks
+            if planned.reason == "credits":
+                break
+            if planned.blocks:
+                continue
+            gone = 0
+            if drop and planned.reason == "full":
+                gone = self.room.drop_in_place(level, node, last, left)
+            dropped += gone
+            skip += not gone
+        if started + dropped < want:
+            started += self._expedite(level, want - started - dropped)
+        return started, dropped
+
+    def _copy(self, level: int, node: Node, begin: int, end: int, drop: bool) -> Planned:
+        """`Writes.plan`; where the level below has no room, room is made there first. Reasons: without "room"."""
+        planned, target = self.writes.plan(node, begin, end, level), self.state.level_below(level)
+        if planned.reason != "room" or target is None:
+            return planned
+        lacking, started = end - begin - planned.blocks, 0
+        if not self.state.is_last(target):
+            self._note_shortfall(target, lacking)
+            started, dropped = self.copy_down(target, lacking, drop=drop)
+            if dropped and node.parent is not None and end <= node.n:
+                more = self.writes.plan(node, begin, end, level)
+                planned = Planned(planned.blocks + more.blocks, more.reason)
+        if planned.reason == "room":
+            hope = started or self.writes.may_make_room(target)
+            return Planned(planned.blocks, "busy" if hope else "full")
+        return planned
+
+    def _expedite(self, level: int, want: int) -> int:
+        """Let delayed writes out of `level` start now, oldest first, until they cover `want` blocks; how many do."""
+        chosen, covered = [], 0
+        credit = self.state.credits[level]
+        if credit.delayed == credit.hastened:
+            return 0
+        for job_id, flight in self.state.jobs.items():
+            if covered >= want:
+                break
+            if flight.delayed and not flight.expedited and not flight.overdue and flight.job.src_level == level:
+                self.state.hasten(flight)
                 chosen.append(job_id)
-                want -= flight.job.n
+                covered += flight.job.n
         if chosen:
             self.state.outbox.append(Expedite(tuple(chosen)))
-        return bool(chosen)
+        return covered
 
     def expedite_all(self) -> None:
         """Let every delayed write start now."""
@@ -154,17 +193,31 @@ class Demotion:
     # -- written at an age, at flush, at close ------------------------------------------------------------------
 
     def write_later(self, level: int, slots: Slots, delay_s: float) -> None:
-        """Write blocks that just became resident after a delay; at once where too much is delayed already."""
-        for node, begin, end in self.state.residency.runs_of(level, slots):
-            planned = self.writes.plan(node, begin, end, level, delay_s=delay_s)
-            if planned.blocks < end - begin:
-                self.queue_write(level, node.slots[level, begin:end].astype(np.int32))
+        """Write blocks that just became resident to the last level after a delay; at once where too much is delayed
+        already, and without a delay where it is 0."""
+        last = len(self.state.specs) - 1
+        if delay_s > 0 and self.state.online(last):
+            _, slots = self._write(level, slots, last, delay_s)
+        self.state.unwritten.add(level, slots)
         self._write_backlog()
 
-    def queue_write(self, level: int, slots: Slots) -> None:
-        """Blocks to be written as soon as credits allow. Bounded: at most one entry per block and level matters."""
-        if len(slots):
-            self.state.unwritten.append((level, slots))
+    def _write(self, level: int, slots: Slots, last: int, delay_s: float | None = None) -> tuple[bool, Slots]:
+        """Write the blocks of these slots to the last level. Returns whether credits last, and the slots that must
+        wait for something."""
+        waiting: list[Slots] = []
+        credits_last = True
+        for node, begin, end in self.state.residency.runs_of(level, slots[self.state.readable(level, slots)]):
+            end = min(end, node.n)  # room that was made for the runs before may have cut this one
+            if begin >= end:
+                continue
+            if credits_last:
+                planned = self.writes.plan(node, begin, end, level, target=last, delay_s=delay_s)
+                credits_last = planned.reason != "credits"
+                if planned.reason in ("", "full") or (planned.reason == "room" and not self.writes.may_make_room(last)):
+                    continue
+            row = node.slots[level, begin:end]
+            waiting.append(row[row >= 0].astype(np.int32))
+        return credits_last, np.concatenate(waiting) if waiting else slots[:0]
 
     def queue_all(self) -> int:
         """Queue every block without a readable copy in the last level, most recently used first."""
@@ -174,7 +227,7 @@ class Demotion:
         found: list[tuple[float, int, Slots]] = []
         for node in state.residency.index.walk_nodes():
             lacking = self._lacking_in(node, last)
-            for level in range(last):
+            for level in reversed(range(last)):
                 mine = node.slots[level, : len(lacking)]
                 take = lacking & (mine >= 0)
                 if take.any():
@@ -182,7 +235,8 @@ class Demotion:
                     found.append((recent, level, mine[take].astype(np.int32)))
                     lacking &= ~take
         found.sort(key=lambda each: each[0], reverse=True)
-        state.unwritten.extend((level, slots) for _, level, slots in found)
+        for _, level, slots in found:
+            state.unwritten.add(level, slots)
         return sum(len(slots) for _, _, slots in found)
 
     def count_lacking(self, used_before: float) -> int:
@@ -202,19 +256,8 @@ class Demotion:
         return np.asarray((row < 0) | (self.state.residency.tables[last].state[row] != SlotState.RESIDENT))
 
     def _write_backlog(self) -> None:
-        """Write queued blocks while credits last."""
+        """Write queued blocks while credits last; where the last level is offline they wait."""
         state = self.state
-        for _ in range(len(state.unwritten)):
-            level, slots = state.unwritten.popleft()
-            below = state.level_below(level)
-            if below is None:
-                continue
-            slots = slots[state.readable(level, slots)]
-            retry = []
-            for node, begin, end in state.residency.runs_of(level, slots):
-                planned = self.writes.plan(node, begin, end, level)
-                if planned.reason in ("credits", "busy"):
-                    retry.append(node.slots[level, begin:end].astype(np.int32))
-            if retry:
-                state.unwritten.appendleft((level, np.concatenate(retry)))
-                return
+        last = len(state.specs) - 1
+        if len(state.unwritten) and state.online(last):
+            state.unwritten.run(lambda level, slots: self._write(level, slots, last))

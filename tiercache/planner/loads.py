@@ -13,12 +13,12 @@ from tiercache.index import Path
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.state import Flight, PlannerState
 from tiercache.slots import SlotState
-from tiercache.types import CALLER, Bools, CopyJob, Idents, Slots
+from tiercache.types import CALLER, Bools, Idents, Slots
 
 __all__ = ["Load", "Loads"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Segment:
     """Blocks of one load that come from one level in one job. Its source slots are pinned until the job is over."""
 
@@ -46,7 +46,11 @@ class Load:
     segments: deque[_Segment] = field(default_factory=deque)
     waiting: set[int] = field(default_factory=set)
     """Jobs that must come back first, its own and joined ones."""
+    joiners: list[Load] = field(default_factory=list)
+    """Loads that hold a slot which a segment of this one, not submitted yet, is going to fill."""
     done: bool = False
+    released: bool = False
+    """Nobody wants it any more; it is let go as soon as it is done."""
     by_level: tuple[int, ...] = ()
     """Blocks taken from each level when it was planned."""
 
@@ -62,8 +66,8 @@ class Loads:
         """Not done, or done and still held, by id."""
         self._queue: deque[Load] = deque()
         self._waiters: dict[int, list[Load]] = {}
-        self._writers: dict[int, int] = {}
-        """Level-0 slot that a load is filling -> its job (known once submitted)."""
+        self._filling: NDArray[np.int64] = np.zeros(state.specs[0].capacity, dtype=np.int64)
+        """Per slot of level 0 the load that is going to fill it by a job not submitted yet, 0: none."""
 
     # -- planning -----------------------------------------------------------------------------------------------
 
@@ -120,14 +124,20 @@ class Loads:
             return load
         state.hold(0, slots)
         idents = self._idents(path, n)
+        self._join(load, slots[residency.tables[0].state[slots] == SlotState.WRITING])
         for begin, end in _stretches(need, best):
             at = need[begin:end]
             self._add_segment(load, int(best[at[0]]), gathered[int(best[at[0]]), at], fresh[begin:end], idents, at)
-        for slot in slots[residency.tables[0].state[slots] == SlotState.WRITING].tolist():
-            job = self._writers.get(slot)
-            if job is not None:
-                self._wait_for(load, job)
         return load
+
+    def _join(self, load: Load, slots: Slots) -> None:
+        """Wait for whatever fills these slots: jobs of loads and stores, or loads that have yet to submit one."""
+        for job in np.unique(self.state.filler[slots]).tolist():
+            if job:
+                self._wait_for(load, job)
+        for other in np.unique(self._filling[slots]).tolist():
+            if other:
+                self.open[other].joiners.append(load)
 
     def _to_caller(
         self, path: Path, gathered: NDArray[np.int32], best: NDArray[np.int8], n: int, endpoint: int
@@ -184,6 +194,7 @@ class Loads:
         self.state.residency.pin(source, src.astype(np.int32))
         if also is not None:
             self.state.residency.pin(also[0], also[1][also[1] >= 0])
+        self._filling[_filled(load, dst, also)] = load.id
         for i in range(0, len(src), step):
             part = slice(i, i + step)
             second = None if also is None else (also[0], also[1][part])
@@ -201,24 +212,39 @@ class Loads:
     # -- submitting ---------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Submit queued segments, oldest load first, while credits last."""
-        while self._queue:
-            load = self._queue[0]
+        """Submit queued segments, oldest load first, while credits last. A load that waits holds up only those that
+        need the credits which it lacks."""
+        lacking: set[tuple[str, int]] = set()
+        for load in tuple(self._queue):
             while load.segments:
-                segment = load.segments[0]
-                target = CALLER if load.endpoint else 0
-                if self.state.job_room(segment.source, target) < len(segment.src):
-                    return
-                load.segments.popleft()
-                self._submit(load, segment, target)
-            self._queue.popleft()
+                short = self._lacks(load, load.segments[0], lacking)
+                if short:
+                    lacking |= short
+                    break
+                self._submit(load, load.segments.popleft())
+        self._queue = deque(load for load in self._queue if load.segments)
 
-    def _submit(self, load: Load, segment: _Segment, target: int) -> None:
-        state = self.state
-        job = state.submit(
+    def _lacks(self, load: Load, segment: _Segment, lacking: set[tuple[str, int]]) -> set[tuple[str, int]]:
+        """Ends for which there are no credits, or for which an older load waits."""
+        state, ends = self.state, {("out", segment.source): len(segment.src)}
+        if not load.endpoint:
+            ends["in", 0] = len(segment.dst)
+        elif segment.also is not None:
+            ends["in", segment.also[0]] = int((segment.also[1] >= 0).sum())
+        short = lacking & ends.keys()
+        for (way, level), blocks in ends.items():
+            room = state.outbound_room(level) if way == "out" else state.inbound_room(level)
+            if room < blocks:
+                short.add((way, level))
+        if state.credits[segment.source].jobs >= state.limits.jobs or not state.online(segment.source):
+            short.add(("out", segment.source))
+        return short
+
+    def _submit(self, load: Load, segment: _Segment) -> None:
+        job = self.state.submit(
             "load",
             (segment.source, segment.src),
-            (target, segment.dst),
+            (CALLER if load.endpoint else 0, segment.dst),
             segment.idents,
             endpoint=load.endpoint,
             also=segment.also,
@@ -227,12 +253,37 @@ class Loads:
         )
         self._unpin_segment(segment)
         self._wait_for(load, job)
-        filled = _filled(state.jobs[job].job)
-        for slot in filled.tolist():
-            self._writers[slot] = job
-        for other in self.open.values() if len(filled) else ():
-            if other is not load and not other.done and np.isin(other.slots, filled).any():
+        filled = _filled(load, segment.dst, segment.also)
+        self._filling[filled] = 0
+        for other in load.joiners:
+            if not other.done and np.isin(other.slots, filled).any():
                 self._wait_for(other, job)
+
+    def fail_offline(self) -> list[Load]:
+        """Queued segments are not loaded any more from levels that went offline. Returns loads that are done by it."""
+        changed: list[Load] = []
+        for load in self._queue:
+            lost = [each for each in load.segments if self.state.is_given_up(each.source)]
+            for segment in lost:
+                self._drop_segment(load, segment)
+            if lost:
+                changed.append(load)
+        if not changed:
+            return []
+        self._queue = deque(load for load in self._queue if load.segments)
+        return [each for load in changed for each in (load, *load.joiners) if self._settle(each)]
+
+    def _drop_segment(self, load: Load, segment: _Segment) -> None:
+        room = self.demotion.room
+        load.segments.remove(segment)
+        if load.endpoint:
+            load.blocks = min(load.blocks, segment.row)
+        else:
+            room.lose_copies(0, segment.dst)
+        if segment.also is not None:
+            room.lose_copies(segment.also[0], segment.also[1][segment.also[1] >= 0])
+        self._filling[_filled(load, segment.dst, segment.also)] = 0
+        self._unpin_segment(segment)
 
     def _wait_for(self, load: Load, job: int) -> None:
         if job not in load.waiting:
@@ -249,8 +300,6 @@ class Loads:
     def came_back(self, flight: Flight, ok: Bools) -> list[Load]:
         """A load's job is over (or overdue: ok all False). Returns the loads that are done by it."""
         job = flight.job
-        for slot in _filled(job).tolist():
-            self._writers.pop(slot, None)
         load = self.open.get(flight.owner)
         if load is not None and load.endpoint and not ok.all():
             load.blocks = min(load.blocks, flight.rows_at + int(np.argmin(ok)))
@@ -271,6 +320,8 @@ class Loads:
             good = state == SlotState.RESIDENT
             self._cut(load, len(good) if good.all() else int(np.argmin(good)))
         load.done = True
+        if load.released and not load.endpoint:
+            self._cut(load, 0)
         if load.blocks == 0 or load.endpoint:
             del self.open[load.id]
         return True
@@ -283,13 +334,15 @@ class Loads:
             load.blocks = n
 
     def release(self, load: Load) -> None:
-        """End a done load's hold. Calling it twice does nothing."""
+        """End a load's hold: now, or when it is done, then it comes back empty. Calling it twice does nothing."""
+        load.released = True
         if load.done and self.open.pop(load.id, None) is not None:
             self.state.let_go(0, load.slots)
 
     def end_all(self) -> list[Load]:
         """New epoch: nothing that is queued is loaded any more. Returns loads that are done by it, empty."""
         self._queue.clear()
+        self._filling[:] = 0
         ended = []
         for load in list(self.open.values()):
             if load.done:
@@ -306,12 +359,12 @@ class Loads:
         return ended
 
 
-def _filled(job: CopyJob) -> Slots:
-    """Slots of level 0 that a load's job fills."""
-    if job.dst_level == 0:
-        return job.dst_slots
-    if job.also_level == 0 and job.also_slots is not None:
-        return job.also_slots[job.also_slots >= 0]
+def _filled(load: Load, dst: NDArray[np.int32], also: tuple[int, Slots] | None) -> NDArray[np.int32]:
+    """Slots of level 0 that a copy to these ends fills."""
+    if not load.endpoint:
+        return dst
+    if also is not None and also[0] == 0:
+        return also[1][also[1] >= 0]
     return np.empty(0, dtype=np.int32)
 
 

@@ -10,7 +10,6 @@ from tiercache.index import Node
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.loads import Load, Loads
 from tiercache.planner.state import Flight, PlannerState
-from tiercache.planner.stores import Stores
 from tiercache.slots import SlotState
 from tiercache.types import CALLER, Bools, JobOverdue, JobResult, LostClaims, PlannerMessage, Slots
 
@@ -34,10 +33,9 @@ class Outcome:
 class Results:
     """See the module. Mutates slots, tree, jobs, counters, breakers."""
 
-    def __init__(self, state: PlannerState, loads: Loads, stores: Stores, demotion: Demotion) -> None:
+    def __init__(self, state: PlannerState, loads: Loads, demotion: Demotion) -> None:
         self.state = state
         self.loads = loads
-        self.stores = stores
         self.demotion = demotion
         self.room = demotion.room
 
@@ -53,9 +51,13 @@ class Results:
         job, state = flight.job, self.state
         ok = result.ok & (not flight.overdue and not flight.stale)
         for level, slots, rows in self._destinations(flight):
-            self._settle_slots(flight, level, slots, ok[rows])
-        if not flight.stale and not flight.overdue:
-            self._count(flight, result)
+            self._settle_slots(level, slots, ok[rows])
+        if job.dst_level != CALLER:
+            ok &= state.readable(job.dst_level, job.dst_slots)
+        if not flight.overdue:
+            self._judge(flight, result)
+            if not flight.stale:
+                self._count(flight, result)
         state.finish(flight)
         if job.kind == "load" and not flight.overdue:
             self._after_load(flight, result)
@@ -74,26 +76,19 @@ class Results:
             ends.append((job.also_level, job.also_slots[rows], rows))
         return ends
 
-    def _settle_slots(self, flight: Flight, level: int, slots: Slots, ok: Bools) -> None:
+    def _settle_slots(self, level: int, slots: Slots, ok: Bools) -> None:
         """Written slots become readable; the others lose their block."""
         table = self.state.residency.tables[level]
         waiting = table.state[slots] == SlotState.WRITING
         table.state[slots[waiting & ok]] = SlotState.RESIDENT
-        self._fail(flight, level, slots[waiting & ~ok])
+        self._fail(level, slots[waiting & ~ok])
 
-    def _fail(self, flight: Flight, level: int, slots: Slots) -> None:
+    def _fail(self, level: int, slots: Slots) -> None:
         """Slots whose bytes did not arrive. They are pinned by their job still, so they end DETACHED."""
-        state = self.state
-        if len(slots) == 0:
-            return
-        if flight.job.kind == "store":
-            self.stores.failed(slots)
-        elif state.specs[level].persistent:
+        if self.state.specs[level].persistent:
             self._leave(level, slots)
         else:
-            for node, begin, end in state.residency.runs_of(level, slots):
-                self.room.let_go(level, state.residency.unplace(node, begin, end, level), False)
-                state.residency.trim(node)
+            self.room.lose_copies(level, slots)
 
     def _leave(self, level: int, slots: Slots) -> None:
         """Blocks leave a persistent level, and with them what hangs below them there."""
@@ -110,11 +105,10 @@ class Results:
         if not result.ok.all() and result.reason in ("io", "checksum"):
             bad = job.src_slots[~result.ok]
             bad = bad[table.state[bad] == SlotState.RESIDENT]
-            table.state[bad] = SlotState.BAD
-            state.residency.mark_stale(job.src_level, bad)
             state.counters[job.src_level].bad += len(bad)
+            self.room.spoil(job.src_level, bad)
         upper = job.dst_level if job.dst_level != CALLER else job.also_level
-        if upper == CALLER or not any(state.exclusive[upper : job.src_level]):
+        if upper == CALLER or not state.gives_up(job.src_level, upper):
             return
         for node, begin, end in reversed(state.residency.runs_of(job.src_level, job.src_slots)):
             self._give_up_copy(job.src_level, upper, node, begin, end)
@@ -138,15 +132,13 @@ class Results:
     def _overdue(self, flight: Flight) -> Outcome:
         """The waiting ends, the hold does not: the job's slots are lost until its thread returns."""
         job, state = flight.job, self.state
-        flight.overdue = True
         level = max(job.src_level, job.dst_level)
-        state.credits[level].lost_jobs += 1
+        state.lose(flight)
         state.counters[level].overdue_jobs += 1
-        if not flight.stale:
-            state.breakers[level].failed(state.now)
+        state.breakers[level].failed(state.now)
         for each, slots, _ in self._destinations(flight):
             table = state.residency.tables[each]
-            self._fail(flight, each, slots[table.state[slots] == SlotState.WRITING])
+            self._fail(each, slots[table.state[slots] == SlotState.WRITING])
             table.lose(slots)
         ok = np.zeros(job.n, dtype=np.bool_)
         return Outcome(self.loads.came_back(flight, ok), job.id, ok)
@@ -156,19 +148,24 @@ class Results:
         for level, spec in enumerate(self.state.specs):
             if spec.persistent:
                 self.state.counters[level].lost_claims += len(slots)
-                self._leave(level, slots[self.state.readable(level, slots)])
+                states = self.state.residency.tables[level].state[slots]
+                self._leave(level, slots[(states == SlotState.RESIDENT) | (states == SlotState.BAD)])
 
-    def _count(self, flight: Flight, result: JobResult) -> None:
-        """Counters, rates and breaker of a job that came back in time."""
+    def _judge(self, flight: Flight, result: JobResult) -> None:
+        """What a job that came back in time tells of its slower level; also of an old epoch, for it may be a probe."""
         job, state = flight.job, self.state
-        good, level = int(result.ok.sum()), max(job.src_level, job.dst_level)
-        breaker = state.breakers[level]
+        good, breaker = int(result.ok.sum()), state.breakers[max(job.src_level, job.dst_level)]
         if good == job.n or (good and result.reason == "checksum"):
             breaker.succeeded()
         elif result.reason in ("io", "deadline"):
             breaker.failed(state.now)
         else:
             breaker.undecided()
+
+    def _count(self, flight: Flight, result: JobResult) -> None:
+        """Counters and rates of a job that came back in time."""
+        job, state = flight.job, self.state
+        good = int(result.ok.sum())
         if job.kind == "load":
             source = state.counters[job.src_level]
             source.load_nbytes += result.nbytes

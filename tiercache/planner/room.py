@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,6 +17,8 @@ __all__ = ["Protect", "Room"]
 Protect = Mapping[int, int]
 """Node id -> that many leading blocks of its run are no victims (the path that room is made for)."""
 _NOTHING: Protect = {}
+_PASSED_OVER = 256
+"""Victims that `free` looks at and leaves alone before it gives up; bounds its cost."""
 
 
 class Room:
@@ -26,24 +28,31 @@ class Room:
         self.state = state
         self.victims = victims
 
-    def free(self, level: int, want: int, protect: Protect = _NOTHING) -> int:
-        """Drop the coldest droppable blocks until `want` slots are free; returns min(want, free slots)."""
+    def free(self, level: int, want: int, protect: Protect = _NOTHING, *, spare_above: bool = False) -> int:
+        """Drop the coldest droppable blocks until `want` slots are free; returns min(want, free slots).
+
+        `spare_above`: not the copies of blocks that are in a faster level too. A write there must not take them: it
+        would only change which block of that level lacks a copy, and the one that lost it would be written next.
+        """
         table = self.state.residency.tables[level]
         skip = 0
-        while table.free < want:
+        while table.free < want and skip < _PASSED_OVER:
             self.victims.refile()
             victim = self.victims.nth(level, True, skip)
             if victim is None:
                 break
             node, last = victim
-            if not self._drop_tail(level, node, last, want - table.free, protect):
+            if not self._drop_tail(level, node, last, want - table.free, protect, spare_above):
                 skip += 1
         return min(want, table.free)
 
-    def _drop_tail(self, level: int, node: Node, last: int, want: int, protect: Protect) -> int:
+    def _drop_tail(self, level: int, node: Node, last: int, want: int, protect: Protect, spare_above: bool) -> int:
         """Drop up to `want` blocks that end at `last`; 0 where none may go."""
         floor = protect.get(node.id, 0)
         begin = max(floor, self.victims.coldest_run(level, node, last, want, True))
+        if spare_above:
+            above = np.flatnonzero((node.slots[:level, begin : last + 1] >= 0).any(axis=0))
+            begin += int(above[-1]) + 1 if len(above) else 0
         if begin > last:
             return 0
         begin, elsewhere = self._alike(level, node, begin, last + 1)
@@ -125,13 +134,39 @@ class Room:
             first = begin if each is node else 0
             slots = residency.unplace(each, first, each.n, level)
             self.let_go(level, slots, False)
-        for each in nodes:
-            if each.parent is None:
+        self._sweep(nodes)
+
+    def lose_copies(self, level: int, slots: Slots) -> None:
+        """These slots do not hold what they should, also those in use. Blocks that have no other slot go from the
+        tree, with all that is below them."""
+        residency = self.state.residency
+        runs = residency.runs_of(level, slots)
+        for node, begin, end in runs:
+            self.let_go(level, residency.unplace(node, begin, end, level), False)
+        self._sweep([node for node, _, _ in runs])
+
+    def spoil(self, level: int, slots: Slots) -> None:
+        """These readable slots were found wrong. They become BAD where the block must keep its place: in a persistent
+        level, or where it has no other slot."""
+        residency = self.state.residency
+        others = [each for each in range(residency.levels) if each != level]
+        for node, begin, end in residency.runs_of(level, slots):
+            row = node.slots[level, begin:end].astype(np.int32)
+            spare = np.asarray((node.slots[others, begin:end] >= 0).any(axis=0))
+            if self.state.specs[level].persistent:
+                spare[:] = False
+            residency.tables[level].state[row[~spare]] = SlotState.BAD
+            residency.stale[node] = None
+            self.lose_copies(level, row[spare])
+
+    def _sweep(self, nodes: Sequence[Node]) -> None:
+        """Blocks of these runs that have no slot any more go from the tree, with all that is below them."""
+        for node in nodes:
+            if node.parent is None:
                 continue
-            first = begin if each is node else 0
-            gone = (each.slots[:, first : each.n] < 0).all(axis=0)
+            gone = (node.slots[:, : node.n] < 0).all(axis=0)
             if gone.any():
-                self.take_away(each, first + int(gone.argmax()))
+                self.take_away(node, int(gone.argmax()))
 
     def let_go(self, level: int, slots: Slots, evicted: bool) -> None:
         """Free slots that no node owns any more, now or when their last pin goes."""

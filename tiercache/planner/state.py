@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tiercache.planner.backlog import Backlog
 from tiercache.planner.breaker import Breaker
 from tiercache.planner.counters import LevelCounters, PlannerCounters
 from tiercache.policy import Policy
@@ -46,7 +46,8 @@ class Limits:
     """Of copies between memory levels and the caller."""
 
     def in_flight_blocks(self, capacity: int) -> int:
-        """Blocks of one level under copy in one direction: a quarter of its slots, but at least one job's worth."""
+        """Blocks of one level under copy in one direction (out of it: by loads, and by writes): a quarter of its slots,
+        but at least one job's worth."""
         return max(capacity // 4, min(capacity, self.job_blocks))
 
     def held_blocks(self, capacity: int) -> int:
@@ -70,7 +71,9 @@ class Credits:
     held: int = 0
     """Pins of loads, Loaded and explicit pins."""
     delayed: int = 0
-    """Source blocks of jobs that wait for `write_after`."""
+    """Source blocks of jobs that wait for `write_after`, or were told not to wait."""
+    hastened: int = 0
+    """Of `delayed`, those that were told not to wait."""
     lost_jobs: int = 0
 
 
@@ -80,13 +83,14 @@ class Flight:
 
     job: CopyJob
     delayed: bool = False
-    """Holds no credits."""
+    """Holds no credits but `delayed`."""
     expedited: bool = False
     owner: int = 0
     """The load or store it belongs to, 0: none."""
     rows_at: int = 0
     """First row of that load or store."""
     overdue: bool = False
+    """Holds no credits any more, only its slots."""
     stale: bool = False
     """The epoch changed under it."""
 
@@ -100,17 +104,19 @@ class PlannerState:
     epoch: bytes
     root_ident: int
     limits: Limits = field(default_factory=Limits)
-    exclusive: tuple[bool, ...] = ()
-    """Per level: a block promoted from the level below leaves that one (while it is a leaf there)."""
+    exclusive: bool | None = None
+    """Does a promoted block leave the slower level (while it is a leaf there)? None: by size, see `gives_up`."""
     write_after_s: float | None = None
     now: float = 0.0
     jobs: dict[int, Flight] = field(default_factory=dict)
     outbox: list[MoverMessage] = field(default_factory=list)
-    unwritten: deque[tuple[int, Slots]] = field(default_factory=deque)
-    """(level, slots) whose blocks wait for credits to be written below."""
     pinned: list[tuple[int, Slots]] = field(default_factory=list)
     """Explicit pins, by level."""
     totals: PlannerCounters = field(default_factory=PlannerCounters)
+    unwritten: Backlog = field(init=False)
+    """Blocks that wait for credits to be written to the last level."""
+    filler: NDArray[np.int64] = field(init=False)
+    """Per slot of level 0 the job that fills it, 0: none."""
     breakers: list[Breaker] = field(init=False)
     credits: list[Credits] = field(init=False)
     counters: list[LevelCounters] = field(init=False)
@@ -120,6 +126,8 @@ class PlannerState:
 
     def __post_init__(self) -> None:
         n = self.residency.levels
+        self.unwritten = Backlog(self.residency.specs)
+        self.filler = np.zeros(self.residency.specs[0].capacity, dtype=np.int64)
         self.breakers = [Breaker() for _ in range(n)]
         self.credits = [Credits() for _ in range(n)]
         self.counters = [LevelCounters() for _ in range(n)]
@@ -134,8 +142,14 @@ class PlannerState:
 
     def online(self, level: int) -> bool:
         """May jobs use this level now?"""
-        spec, credit = self.specs[level], self.credits[level]
-        return credit.lost_jobs < max(1, spec.pool_threads - 1) and self.breakers[level].allows(self.now)
+        return self._has_threads(level) and self.breakers[level].allows(self.now)
+
+    def is_given_up(self, level: int) -> bool:
+        """Is it offline, and nothing under way that could soon tell otherwise?"""
+        return not (self.online(level) or (self._has_threads(level) and self.breakers[level].probing))
+
+    def _has_threads(self, level: int) -> bool:
+        return self.credits[level].lost_jobs < max(1, self.specs[level].pool_threads - 1)
 
     def online_levels(self) -> list[bool]:
         """`online` of every level."""
@@ -149,6 +163,12 @@ class PlannerState:
         """No slower level is configured."""
         return level == len(self.specs) - 1
 
+    def gives_up(self, level: int, upper: int) -> bool:
+        """Does a block that was promoted from `level` to `upper` leave `level`? By default where that is small."""
+        if self.exclusive is not None:
+            return self.exclusive
+        return self.specs[level].capacity < 5 * self.specs[upper].capacity
+
     # -- jobs ---------------------------------------------------------------------------------------------------
 
     def job_room(self, src_level: int, dst_level: int) -> int:
@@ -156,14 +176,26 @@ class PlannerState:
         slower = max(src_level, dst_level)
         if self.credits[slower].jobs >= self.limits.jobs:
             return 0
-        room = 1 << 30
-        if src_level != CALLER:
-            bound = self.limits.in_flight_blocks(self.specs[src_level].capacity)
-            room = min(room, bound - self.credits[src_level].outbound)
-        if dst_level != CALLER:
-            bound = self.limits.in_flight_blocks(self.specs[dst_level].capacity)
-            room = min(room, bound - self.credits[dst_level].inbound)
-        return max(0, room)
+        return min(self.outbound_room(src_level), self.inbound_room(dst_level))
+
+    def outbound_room(self, level: int, *, writes: bool = False) -> int:
+        """How many more blocks may be copied out of a level by loads, or by writes. Loads do not wait for writes, which
+        a slow tier may hold up."""
+        if level == CALLER:
+            return 1 << 30
+        credit = self.credits[level]
+        spent = credit.outbound_writes if writes else credit.outbound - credit.outbound_writes
+        return max(0, self.limits.in_flight_blocks(self.specs[level].capacity) - spent)
+
+    def inbound_room(self, level: int) -> int:
+        """How many more blocks may be copied into a level."""
+        if level == CALLER:
+            return 1 << 30
+        return max(0, self.limits.in_flight_blocks(self.specs[level].capacity) - self.credits[level].inbound)
+
+    def delay_room(self, level: int) -> int:
+        """How many more blocks of a level delayed writes may hold."""
+        return max(0, self.limits.delayed_blocks(self.specs[level].capacity) - self.credits[level].delayed)
 
     def submit(
         self,
@@ -206,6 +238,7 @@ class PlannerState:
         self._spend(flight, 1)
         for level, slots in self.ends(job):
             self.residency.pin(level, slots)
+        self.filler[self.filled(job)] = job.id
         self.breakers[slower].started()
         self.outbox.append(job)
         return job.id
@@ -213,11 +246,33 @@ class PlannerState:
     def finish(self, flight: Flight) -> None:
         """The job's result came: unpin its slots, give its credits back."""
         del self.jobs[flight.job.id]
-        self._spend(flight, -1)
-        for level, slots in self.ends(flight.job):
-            self.residency.unpin(level, slots)
         if flight.overdue:
             self.credits[max(flight.job.src_level, flight.job.dst_level)].lost_jobs -= 1
+        else:
+            self._spend(flight, -1)
+        self.filler[self.filled(flight.job)] = 0
+        for level, slots in self.ends(flight.job):
+            self.residency.unpin(level, slots)
+
+    def lose(self, flight: Flight) -> None:
+        """The job is overdue: nothing waits for its credits any more; its slots stay pinned until its result."""
+        self._spend(flight, -1)
+        flight.overdue = True
+        self.credits[max(flight.job.src_level, flight.job.dst_level)].lost_jobs += 1
+
+    def hasten(self, flight: Flight) -> None:
+        """A delayed job is told not to wait."""
+        flight.expedited = True
+        self.credits[flight.job.src_level].hastened += flight.job.n
+
+    @staticmethod
+    def filled(job: CopyJob) -> Slots:
+        """Slots of level 0 that a job writes."""
+        if job.dst_level == 0:
+            return job.dst_slots
+        if job.also_level == 0 and job.also_slots is not None:
+            return job.also_slots[job.also_slots >= 0]
+        return np.empty(0, dtype=np.int32)
 
     @staticmethod
     def ends(job: CopyJob) -> list[tuple[int, Slots]]:
@@ -231,6 +286,7 @@ class PlannerState:
         job = flight.job
         if flight.delayed:
             self.credits[job.src_level].delayed += sign * job.n
+            self.credits[job.src_level].hastened += sign * job.n * flight.expedited
             return
         self.credits[max(job.src_level, job.dst_level)].jobs += sign
         if job.src_level != CALLER:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercache.index import Node, Path, Walk
+from tiercache.index import ABSENT, Path, Walk
 from tiercache.keys import chain_idents
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.state import PlannerState
@@ -64,7 +64,11 @@ class Stores:
         allowed = min(wanted, state.job_room(CALLER, 0))
         with state.keep(gathered):
             got = self.demotion.make_room(0, allowed)
-        reason = "no_room" if got < allowed else ("queue_full" if allowed < wanted else "")
+        if got < allowed:  # the prompt's own blocks may leave level 0 where they are below too
+            gathered[0, (states[1:] == SlotState.RESIDENT).any(axis=0)] = ABSENT
+            with state.keep(gathered):
+                got = self.demotion.room.free(0, allowed)
+        reason = self._reason(wanted, allowed, got)
         end = self._end(walk.blocks, holes, got, wanted, n)
         if got == 0:
             return StorePlan(0, end - start, reason, end=end)
@@ -75,6 +79,13 @@ class Stores:
             "store", (CALLER, rows.astype(np.int32)), (0, slots), idents, endpoint=endpoint, owner=0, rows_at=start
         )
         return StorePlan(got, end - start - got, reason, job, end)
+
+    def _reason(self, wanted: int, allowed: int, got: int) -> str:
+        """Why a store is cut: there are no slots, or there are no credits."""
+        if got == wanted:
+            return ""
+        all_slots = 0 < got == self.state.residency.tables[0].free
+        return "no_room" if got < allowed or all_slots else "queue_full"
 
     @staticmethod
     def _end(known: int, holes: NDArray[np.int64], got: int, wanted: int, n: int) -> int:
@@ -93,6 +104,7 @@ class Stores:
         for i, hole in enumerate(holes.tolist()):
             which = int(np.searchsorted(starts, hole, side="right")) - 1
             node, at = path[which][0], int(hole - starts[which])
+            self.demotion.room.let_go(0, residency.unplace(node, at, at + 1, 0), False)  # a bad copy, if any
             residency.place(node, at, 0, slots[i : i + 1])
             idents.append(node.idents[at : at + 1])
         new = len(slots) - len(holes)
@@ -112,23 +124,3 @@ class Stores:
             return self.state.root_ident
         node, take = path[-1]
         return int(node.idents[take - 1])
-
-    # -- when it is over ----------------------------------------------------------------------------------------
-
-    def failed(self, slots: Slots) -> None:
-        """Blocks of a store whose bytes did not arrive; those without another copy go, with all below them."""
-        residency = self.state.residency
-        while True:
-            runs = residency.runs_of(0, slots[residency.tables[0].owner[slots] >= 0])
-            if not runs:
-                return
-            node, begin, _ = runs[0]
-            self._remove_block(node, begin)
-
-    def _remove_block(self, node: Node, at: int) -> None:
-        residency = self.state.residency
-        if (node.slots[1:, at] >= 0).any():
-            gone = residency.unplace(node, at, at + 1, 0)
-            self.demotion.room.let_go(0, gone, False)
-        else:
-            self.demotion.room.take_away(node, at)

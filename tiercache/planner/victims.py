@@ -7,6 +7,7 @@ A node whose last block is pinned or in flight is in neither. Only nodes that ch
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,22 @@ class Victims:
             fits &= below == droppable
         wrong = np.flatnonzero(~fits)
         return begin + (int(wrong[-1]) + 1 if len(wrong) else 0)
+
+    def check(self) -> Iterator[str]:
+        """Does every node stand where it belongs, and nothing else? O(everything)."""
+        entries = [{kind: set(each) for kind, each in lists.items()} for lists in self._lists]
+        for node in self.state.residency.index.walk_nodes():
+            for level in range(self.state.residency.levels):
+                place = self._place_of(node, level)
+                if node.filed[level] != place:
+                    yield f"node {node.id} is filed as {node.filed[level]} in level {level}, should be {place}"
+                elif place is not None and place[1] not in entries[level][place[0]]:
+                    yield f"node {node.id} is missing from the order of level {level}"
+                elif place is not None:
+                    entries[level][place[0]].discard(place[1])
+        for level, lists in enumerate(entries):
+            if any(lists.values()):
+                yield f"level {level}: the order holds {lists} of nodes that are gone"
 
     def _place_of(self, node: Node, level: int) -> tuple[bool, tuple[float, int, int]] | None:
         if node.held[level] == 0 or node.kids[level] > 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,7 +23,8 @@ class Planned:
 
     blocks: int
     reason: str = ""
-    """"" (all), "credits", "busy" (try again when something came back), "full" (no victim may ever go for it)."""
+    """"" (none lacks a copy now), "credits", "room" (no slots there), "busy" (waits for a job above), "full" (there is
+    no way: no level, or a hole above)."""
 
 
 @dataclass(slots=True)
@@ -45,61 +46,63 @@ class Writes:
         self.state = state
         self.room = room
 
-    def plan(self, node: Node, begin: int, end: int, level: int, *, delay_s: float | None = None) -> Planned:
-        """Copy blocks `[begin, end)` of a run, which are readable in `level`, to the next slower level.
+    def plan(
+        self, node: Node, begin: int, end: int, level: int, *, target: int | None = None, delay_s: float | None = None
+    ) -> Planned:
+        """Copy blocks `[begin, end)` of a run, which are readable in `level`, to `target` (by default the next slower
+        level that is online).
 
         Where that level is persistent, ancestors that it lacks are written first. Takes slots, evicts for them and
         puts jobs into the outbox; cut short from the deep end by room and credits.
         """
-        target = self.state.level_below(level)
-        if node.partial and end == node.n:
-            end -= 1
-        if target is None or begin >= end:
+        target = self.state.level_below(level) if target is None else target
+        if target is None:
             return Planned(0, "full")
-        stretches, blocked = self._lacking(node, begin, end, level, target)
-        wanted = sum(each.end - each.begin for each in stretches)
-        if wanted == 0:
-            slots = node.slots[target, begin:end]
-            there = (slots >= 0) & (self.state.residency.tables[target].state[slots] == SlotState.RESIDENT)
-            return Planned(0, "" if there.all() else "busy")
-        allowed = self._allowed(level, target, wanted, delay_s)
-        if allowed == 0:
-            return Planned(0, "credits")
-        fresh = self._count_fresh(stretches, allowed)
+        end -= node.partial and end == node.n
+        stretches, blocked = self._lacking(node, begin, end, level, target) if begin < end else ([], "")
+        pieces, all_of_it = self._within_credits(stretches, target, delay_s)
+        if not pieces:
+            return Planned(0, blocked if all_of_it else "credits")
         protect = {each.id: take for each, take in self.state.residency.path_to(node, end)}
-        got = self.room.free(target, fresh, protect)
-        planned = self._submit(stretches, allowed, got, target, delay_s)
-        if planned == wanted and not blocked:
-            return Planned(planned)
-        if planned == 0:
-            return Planned(0, "busy" if self._may_change(target) else "full")
-        return Planned(planned, "credits" if planned == allowed else "busy")
+        fresh = sum(each.end - each.begin for each in pieces if not each.rewrite)
+        got = self.room.free(target, fresh, protect, spare_above=True)
+        planned = self._submit(pieces, got, target, delay_s)
+        if planned < sum(each.end - each.begin for each in pieces):
+            return Planned(planned, "room")
+        return Planned(planned, blocked if all_of_it else "credits")
 
-    def _allowed(self, level: int, target: int, wanted: int, delay_s: float | None) -> int:
-        if delay_s is None:
-            return min(wanted, self.state.job_room(level, target))
-        bound = self.state.limits.delayed_blocks(self.state.specs[level].capacity)
-        return max(0, min(wanted, bound - self.state.credits[level].delayed))
-
-    def _may_change(self, target: int) -> bool:
+    def may_make_room(self, target: int) -> bool:
         """Is anything in flight or held whose end could free slots of `target`?"""
         credit = self.state.credits[target]
-        return bool(credit.jobs or credit.held or any(each.delayed for each in self.state.credits))
+        return bool(credit.jobs or credit.lost_jobs or credit.held or any(each.delayed for each in self.state.credits))
 
-    @staticmethod
-    def _count_fresh(stretches: list[_Stretch], allowed: int) -> int:
-        """Of the first `allowed` blocks, those that need a new slot."""
-        fresh = 0
-        for each in stretches:
-            n = min(each.end - each.begin, allowed)
-            allowed -= n
-            fresh += 0 if each.rewrite else n
-        return fresh
+    def _within_credits(
+        self, stretches: list[_Stretch], target: int, delay_s: float | None
+    ) -> tuple[list[_Stretch], bool]:
+        """What of these stretches credits allow, in pieces of a job each, and whether that is all."""
+        state, room = self.state, {}
+        jobs, inbound, step = state.limits.jobs - state.credits[target].jobs, 1 << 30, 1 << 30
+        if delay_s is None:
+            inbound, step = state.inbound_room(target), state.limits.job_blocks
+        pieces: list[_Stretch] = []
+        for each in _pieces(stretches, step):
+            source = each.source
+            if source not in room:
+                room[source] = state.outbound_room(source, writes=True) if delay_s is None else state.delay_room(source)
+            n = min(each.end - each.begin, room[source], inbound)
+            if n <= 0 or (delay_s is None and len(pieces) >= jobs):
+                return pieces, False
+            pieces.append(replace(each, end=each.begin + n))
+            room[source] -= n
+            inbound -= n
+            if each.begin + n < each.end:
+                return pieces, False
+        return pieces, True
 
     # -- what is lacking ----------------------------------------------------------------------------------------
 
-    def _lacking(self, node: Node, begin: int, end: int, level: int, target: int) -> tuple[list[_Stretch], bool]:
-        """Stretches to write, in path order, and whether something unreadable above stopped the list short."""
+    def _lacking(self, node: Node, begin: int, end: int, level: int, target: int) -> tuple[list[_Stretch], str]:
+        """Stretches to write, in path order, and what stopped the list short: "", "busy" or "full"."""
         if not self.state.specs[target].persistent:
             return self._cut(node, begin, end, level, target)
         spans: list[tuple[Node, int, int]] = [(node, 0, end)]
@@ -116,10 +119,10 @@ class Writes:
             found, blocked = self._cut(each, first, stop, level, target)
             stretches += found
             if blocked:
-                return stretches, True
-        return stretches, False
+                return stretches, blocked
+        return stretches, ""
 
-    def _cut(self, node: Node, begin: int, end: int, level: int, target: int) -> tuple[list[_Stretch], bool]:
+    def _cut(self, node: Node, begin: int, end: int, level: int, target: int) -> tuple[list[_Stretch], str]:
         """Stretches of one run that lack a copy in `target`, split where their source or kind changes."""
         residency = self.state.residency
         row = node.slots[target, begin:end]
@@ -146,20 +149,25 @@ class Writes:
                 found.append(
                     _Stretch(node, begin + first, begin + int(at[b - 1]) + 1, int(source[first]), bool(bad[first]))
                 )
-        return found, len(stuck) > 0
+        return found, self._why_stuck(node, begin + int(stuck[0]), target) if len(stuck) else ""
+
+    def _why_stuck(self, node: Node, at: int, target: int) -> str:
+        """Will a block that cannot be written now be readable, or its slot free, once a job or a hold ends?"""
+        for level in range(target + 1):
+            slot, table = int(node.slots[level, at]), self.state.residency.tables[level]
+            if slot >= 0 and (table.state[slot] == SlotState.WRITING or (level == target and table.pins[slot])):
+                return "busy"
+        return "full"
 
     # -- jobs ---------------------------------------------------------------------------------------------------
 
-    def _submit(self, stretches: list[_Stretch], allowed: int, fresh: int, target: int, delay_s: float | None) -> int:
-        """Place and submit up to `allowed` blocks, `fresh` of them in new slots; returns how many."""
+    def _submit(self, pieces: list[_Stretch], fresh: int, target: int, delay_s: float | None) -> int:
+        """Place and submit these, at most `fresh` blocks of them in new slots; returns how many blocks."""
         state, planned = self.state, 0
         table = state.residency.tables[target]
-        step = 1 << 30 if delay_s is not None else state.limits.job_blocks
-        for piece in _pieces(stretches, step):
-            n = min(piece.end - piece.begin, allowed - planned)
-            if not piece.rewrite:
-                n = min(n, fresh)
-            if n <= 0 or (delay_s is None and state.credits[target].jobs >= state.limits.jobs):
+        for piece in pieces:
+            n = piece.end - piece.begin if piece.rewrite else min(piece.end - piece.begin, fresh)
+            if n == 0:
                 break
             node, begin, end = piece.node, piece.begin, piece.begin + n
             if piece.rewrite:
