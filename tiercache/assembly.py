@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiercache.catalog import Catalog, Manifest, peek_manifest
@@ -18,17 +19,38 @@ from tiercache.mover import Mover
 from tiercache.planner import Limits, Planner
 from tiercache.policy import make_policy
 from tiercache.tiers.base import SlotTier
+from tiercache.tiers.device import open_device
 from tiercache.tiers.dram import DRAMTier
+from tiercache.tiers.fileio import OS_FILES, FileOps
 from tiercache.tiers.hbm import HBMTier
 from tiercache.tiers.nvme import NVMeTier
 from tiercache.types import LevelSpec, PlannerMessage
 
-__all__ = ["MEMORY_THREADS", "Stack", "build_stack", "known_layout", "nvme_of"]
+__all__ = [
+    "MEMORY_THREADS",
+    "Seams",
+    "Stack",
+    "build_stack",
+    "check_devices",
+    "known_layout",
+    "nvme_of",
+    "steady_wall_clock",
+]
 
 _log = logging.getLogger("tiercache")
 
 MEMORY_THREADS = 2
 _NO_NAMESPACE = b"\0" * 16
+
+
+@dataclass(frozen=True, slots=True)
+class Seams:
+    """Where tests put faulty parts (see `tiercache.testing`); by default the real ones."""
+
+    wrap_tier: Callable[[SlotTier], SlotTier] | None = None
+    """Called with each tier once it is open; what it returns is used, and closed, in its place."""
+    file_ops: FileOps = OS_FILES
+    """File operations of the payload files and of the catalog's allocation."""
 
 
 @dataclass(slots=True)
@@ -49,6 +71,19 @@ class Stack:
 def nvme_of(settings: Settings) -> NVMe | None:
     """The NVMe tier of these settings."""
     return next((tier for tier in settings.tiers if isinstance(tier, NVMe)), None)
+
+
+def check_devices(tiers: Sequence[Tier]) -> None:
+    """ConfigError where the device of an HBM tier cannot be had here; told at the start, not by the first store."""
+    for tier in tiers:
+        if isinstance(tier, HBM):
+            open_device(tier.device)
+
+
+def steady_wall_clock() -> Callable[[], float]:
+    """Wall-clock seconds that never go back: the wall clock now, plus what the monotonic clock adds."""
+    offset = time.time() - time.monotonic()
+    return lambda: time.monotonic() + offset
 
 
 def known_layout(settings: Settings, directory: StoreDirectory | None) -> tuple[KVLayout | None, bytes]:
@@ -72,6 +107,7 @@ def build_stack(
     epoch: bytes,
     directory: StoreDirectory | None,
     deliver: Callable[[PlannerMessage], None],
+    seams: Seams,
 ) -> Stack:
     """Open every tier for blocks of this layout. ConfigError where a tier holds no block, or does not fit."""
     nvme = nvme_of(settings)
@@ -91,9 +127,12 @@ def build_stack(
                 fingerprint=str(settings.namespace or ""),
             )
             root = root_ident(_digest(settings), epoch)
-            catalog = Catalog.open(directory, manifest, capacities[-1], durability=nvme.durability, root_ident=root)
+            catalog = Catalog.open(
+                directory, manifest, capacities[-1], durability=nvme.durability, root_ident=root, ops=seams.file_ops
+            )
         for tier, capacity in zip(settings.tiers, capacities, strict=True):
-            opened.append(_open_tier(tier, capacity, layout, directory, catalog))
+            each = _open_tier(tier, capacity, layout, directory, catalog, seams.file_ops)
+            opened.append(each if seams.wrap_tier is None else seams.wrap_tier(each))
     except BaseException:
         for each in opened:
             each.close()
@@ -148,14 +187,19 @@ def _capacity(tier: Tier, layout: KVLayout) -> int:
 
 
 def _open_tier(
-    tier: Tier, capacity: int, layout: KVLayout, directory: StoreDirectory | None, catalog: Catalog | None
+    tier: Tier,
+    capacity: int,
+    layout: KVLayout,
+    directory: StoreDirectory | None,
+    catalog: Catalog | None,
+    ops: FileOps,
 ) -> SlotTier:
     if isinstance(tier, DRAM):
         return DRAMTier(capacity, layout.block_nbytes)
     if isinstance(tier, HBM):
         return HBMTier(capacity, layout.block_nbytes, tier.device)
     assert directory is not None and catalog is not None
-    opened = NVMeTier(directory.path, layout.block_nbytes, capacity, extents=catalog.manifest.extents)
+    opened = NVMeTier(directory.path, layout.block_nbytes, capacity, extents=catalog.manifest.extents, ops=ops)
     for remark in opened.remarks:
         directory.remark(remark)
     return opened

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import threading
@@ -12,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from tiercache.assembly import Stack, build_stack, known_layout, nvme_of
+from tiercache.assembly import Seams, Stack, build_stack, check_devices, known_layout, nvme_of, steady_wall_clock
 from tiercache.config import Settings, Switch, Tier, check_memory, load_config, ram_nbytes
 from tiercache.delivery import AtOnce, Delivery
 from tiercache.directory import StoreDirectory
@@ -20,8 +19,8 @@ from tiercache.errors import ConfigError, NotDurableError
 from tiercache.keys import Extra, Prompt, Tokens, encode_prompt
 from tiercache.layout import CallerRows, KVLayout, Namespace
 from tiercache.link import Link
-from tiercache.loaded import Loaded, LoadFuture
-from tiercache.match import Match, Pin, Ticket
+from tiercache.loaded import Loaded, LoadFuture, release_result
+from tiercache.match import Match, Pin, Ticket, diverged_at
 from tiercache.planner import Explanation
 from tiercache.stats import CacheStats, collect
 from tiercache.types import Slots
@@ -29,6 +28,10 @@ from tiercache.types import Slots
 __all__ = ["TieredKVCache"]
 
 _log = logging.getLogger("tiercache")
+_LONGEST_HANG_S = 3600.0
+"""How long a closed cache waits for a hung thread before it leaves the directory's lock to the end of the process."""
+_LOOK_S = 0.1
+_LONGEST_SYNC_S = 3600.0
 
 
 class TieredKVCache:
@@ -39,7 +42,7 @@ class TieredKVCache:
     interchangeable (without one, use one directory per model). epoch: which weights. block_tokens: tokens per block.
     policy: order of eviction. exclusive: whether a promoted block leaves the slow tier (None: by size). switch: "on",
     "off", "loads-off", "stores-off" (None: the environment variable TIERCACHE, else "on"). clock: wall-clock seconds,
-    never going back. delivery: when the mover's messages take effect.
+    never going back. delivery: when the mover's messages take effect. seams: where tests put faulty parts.
 
     Raises ConfigError (names the field, its value and the remedy), DirectoryInUseError, FormatVersionError.
     I/O trouble later is a counted miss; after `close`, and in a forked child, every verb raises CacheClosedError.
@@ -58,6 +61,7 @@ class TieredKVCache:
         *,
         clock: Callable[[], float] | None = None,
         delivery: Delivery | None = None,
+        seams: Seams | None = None,
     ) -> None:
         values = {
             "tiers": tiers,
@@ -70,21 +74,23 @@ class TieredKVCache:
         }
         if switch is not None:
             values["switch"] = switch
-        self._start(load_config(values), clock or _steady_wall_clock(), delivery or AtOnce())
+        self._start(load_config(values), clock or steady_wall_clock(), delivery or AtOnce(), seams or Seams())
 
     @classmethod
     def from_config(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> TieredKVCache:
         """A cache from a mapping, or from a `.toml` or `.json` file. ConfigError names what is wrong in it."""
         cache = cls.__new__(cls)
-        cache._start(load_config(source), _steady_wall_clock(), AtOnce())
+        cache._start(load_config(source), steady_wall_clock(), AtOnce(), Seams())
         return cache
 
-    def _start(self, settings: Settings, clock: Callable[[], float], delivery: Delivery) -> None:
+    def _start(self, settings: Settings, clock: Callable[[], float], delivery: Delivery, seams: Seams) -> None:
         check_memory(ram_nbytes(settings.tiers))
         nvme = nvme_of(settings)
         if nvme is not None and len(settings.tiers) == 1:
             raise ConfigError("tiers", [str(nvme.path)], "add a tier in memory above NVMe, such as dram:8GiB")
+        check_devices(settings.tiers)
         self.settings = settings
+        self._seams = seams
         self._link = Link(clock, delivery)
         self._building = threading.Lock()
         self._switch: Switch = settings.switch
@@ -92,7 +98,7 @@ class TieredKVCache:
         try:
             layout, self._epoch = known_layout(settings, self._directory)
             if layout is not None:
-                self._link.stack = build_stack(settings, layout, self._epoch, self._directory, delivery.arrived)
+                self._link.stack = self._build(layout)
         except BaseException:
             if self._directory is not None:
                 self._directory.close()
@@ -113,26 +119,26 @@ class TieredKVCache:
         ValueError or TypeError for ids that are none; leaves no trace but statistics.
         """
         prompt = encode_prompt(tokens, self.settings.block_tokens, extra, partial_tail)
-        match = self._lookup(prompt)
+        link = self._link
+        if deadline_s > 0:
+            link.refuse_worker("lookup(deadline_s=)")
         until = time.monotonic() + deadline_s
-        while match.pending and (left := until - time.monotonic()) > 0:
-            self._link.refuse_worker("lookup(deadline_s=)")
-            self._link.wait_changed(left)
-            match = self._lookup(prompt)
+        with link.planning() as stack:
+            match = self._lookup(stack, prompt)
+            while match.pending and (left := until - time.monotonic()) > 0:
+                link.wait_changed(left)
+                match = self._lookup(stack, prompt, again=True)
         return match
 
-    def _lookup(self, prompt: Prompt) -> Match:
-        self._link.check_open()
-        with self._link.lock:
-            if self._link.stack is None or not self.loads_enabled:
-                diverged = 0 if prompt.token_count else None
-                return Match(0, 0, {}, 0, diverged, 0.0, prompt, self._epoch)
-            planner = self._link.stack.planner
-            found = planner.lookup(prompt.symbols, prompt.n, self._link.clock(), prompt.tail if prompt.raw else b"")
-            epoch, specs = planner.epoch, planner.levels
-        by_tier = {spec.name: count for spec, count in zip(specs, found.by_level, strict=True)}
+    def _lookup(self, stack: Stack | None, prompt: Prompt, again: bool = False) -> Match:
+        """Under the planner's lock. `again`: the same lookup after a wait, counted once."""
+        if stack is None or not self.loads_enabled:
+            return Match(0, 0, {}, 0, 0 if prompt.token_count else None, 0.0, prompt, self._epoch)
+        tail = prompt.tail if prompt.raw else b""
+        found = stack.planner.lookup(prompt.symbols, prompt.n, self._link.clock(), tail, again)
+        by_tier = {spec.name: count for spec, count in zip(stack.specs, found.by_level, strict=True)}
         tokens = min(found.blocks * prompt.block_tokens, prompt.tokens)
-        diverged = _diverged_at(prompt, found.words)
+        diverged, epoch = diverged_at(prompt, found.words), stack.planner.epoch
         return Match(tokens, found.blocks, by_tier, found.pending, diverged, found.load_s, prompt, epoch)
 
     async def alookup(self, tokens: Tokens, extra: Extra | None = None) -> Match:
@@ -142,15 +148,13 @@ class TieredKVCache:
     def explain(self, tokens: Tokens, extra: Extra | None = None) -> Explanation:
         """Where the blocks of a prompt are, and where prompts leave the cached path. For people; mutates nothing."""
         prompt = encode_prompt(tokens, self.settings.block_tokens, extra)
-        self._link.check_open()
-        with self._link.lock:
-            if self._link.stack is None:
+        with self._link.planning() as stack:
+            if stack is None:
                 return Explanation(prompt.n, 0, 0 if prompt.token_count else None, ())
-            planner = self._link.stack.planner
-            stretches = planner.explain(prompt.symbols, prompt.n, self._link.clock())
-            words = planner.words_shared(prompt.symbols, prompt.n, prompt.tail if prompt.raw else b"")
+            stretches = stack.planner.explain(prompt.symbols, prompt.n, self._link.clock())
+            words = stack.planner.words_shared(prompt.symbols, prompt.n, prompt.tail if prompt.raw else b"")
         found = stretches[-1].end if stretches else 0
-        return Explanation(prompt.n, found, _diverged_at(prompt, words), stretches)
+        return Explanation(prompt.n, found, diverged_at(prompt, words), stretches)
 
     # -- bytes out ----------------------------------------------------------------------------------------------
 
@@ -163,32 +167,41 @@ class TieredKVCache:
         is a miss. LayoutError or ValueError for a wrong `out`.
         """
         future = LoadFuture()
+        clock = self._link.clock
         with self._link.planning() as stack:
+            rows = CallerRows(out, stack.layout, writable=True) if stack is not None and out is not None else None
             if stack is None or not self.loads_enabled or match.blocks == 0:
                 load = None
             else:
                 endpoint, want = 0, match.blocks
-                if out is not None:
-                    rows = CallerRows(out, stack.layout, writable=True)
+                if rows is not None:
                     endpoint, want = self._link.attach(stack, rows), min(want, rows.n)
-                load = stack.planner.plan_load(match.prompt.symbols, want, match.epoch, self._link.clock(), endpoint)
-                match.once[0] = True
-                self._link.expect(future, load, match, out)
+                first, match.once[0] = not match.once[0], True
+                load = stack.planner.plan_load(match.prompt.symbols, want, match.epoch, clock(), endpoint, first)
+                expected = self._link.expect(future, load, match, out)
         if load is None:
             memory = stack.memory if stack is not None else None
             future.set_result(Loaded(0, 0, memory=memory, out=out))
-        elif load.done:
+        elif not expected:
             self._link.complete(future, load, match, out)
         return future
 
     async def aload(self, match: Match, out: Any = None) -> Loaded:
         """`load` for callers in an event loop."""
-        return await asyncio.wrap_future(self.load(match, out))
+        import asyncio  # here: a third of what the package would cost to import
+
+        future = self.load(match, out)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.cancel()
+            future.add_done_callback(release_result)  # where it was done already, and nobody took it
+            raise
 
     def prefetch(self, match: Match) -> LoadFuture:
         """Bring a match's blocks to the fastest tier without holding them; the future's Loaded is released already."""
         future = self.load(match)
-        future.add_done_callback(_release_result)
+        future.add_done_callback(release_result)
         return future
 
     # -- bytes in -----------------------------------------------------------------------------------------------
@@ -205,12 +218,14 @@ class TieredKVCache:
         """
         prompt = encode_prompt(tokens, self.settings.block_tokens, extra, partial_tail)
         self._link.check_open()
-        stack = self._link.stack or self._learn(blocks)
-        rows = CallerRows(blocks, stack.layout)
+        layout = self.layout or KVLayout.of(blocks)
+        rows = CallerRows(blocks, layout)
         if start < 0 or start > prompt.n or rows.n != prompt.n - start:
             raise ValueError(f"{rows.n} blocks for {prompt.n} full blocks of tokens from block {start} on")
         if rows.n == 0 or not self.stores_enabled:
             return Ticket(0, 0, "" if self.stores_enabled else "stores_off", True)
+        stack = self._link.stack or self._learn(layout)
+        stack.layout.check(blocks)
         with self._link.planning():
             endpoint = self._link.attach(stack, rows)
             plan = stack.planner.plan_store(
@@ -218,16 +233,19 @@ class TieredKVCache:
             )
             return self._link.ticket(stack, plan, endpoint)
 
-    def _learn(self, blocks: Any) -> Stack:
-        """Build everything for blocks like these, unless another first store was faster."""
+    def _learn(self, layout: KVLayout) -> Stack:
+        """Build everything for blocks of this layout, unless another first store was faster."""
         with self._building:
             if self._link.stack is None:
                 self._link.check_open()
-                layout = KVLayout.of(blocks)
-                stack = build_stack(self.settings, layout, self._epoch, self._directory, self._link.delivery.arrived)
+                stack = self._build(layout)
                 with self._link.lock:
                     self._link.stack = stack
             return self._link.stack
+
+    def _build(self, layout: KVLayout) -> Stack:
+        arrived = self._link.delivery.arrived
+        return build_stack(self.settings, layout, self._epoch, self._directory, arrived, self._seams)
 
     # -- hints and removal --------------------------------------------------------------------------------------
 
@@ -260,7 +278,8 @@ class TieredKVCache:
                 stack.planner.unpin(held, self._link.clock())
 
     def invalidate(self, prefix: Tokens, extra: Extra | None = None, timeout: float = 30.0) -> int:
-        """Drop the last full block of `prefix` and all that continues it, on every tier (no tokens: everything).
+        """Drop the last full block of `prefix` and all that continues it, on every tier. No tokens: everything; some
+        tokens, but no full block: nothing.
 
         Returns the blocks dropped, once no crash can bring them back; NotDurableError where that took longer than
         `timeout` seconds (they are gone in this process then). WorkerThreadError on the cache's own threads.
@@ -268,7 +287,7 @@ class TieredKVCache:
         prompt = encode_prompt(prefix, self.settings.block_tokens, extra)
         self._link.refuse_worker("invalidate")
         with self._link.planning() as stack:
-            if stack is None:
+            if stack is None or (prompt.n == 0 and prompt.token_count):
                 return 0
             dropped = stack.planner.invalidate(prompt.symbols, prompt.n, self._link.clock())
         self._sync_or_raise(stack, timeout, "invalidate")
@@ -280,11 +299,11 @@ class TieredKVCache:
         tag: the new epoch, where instances share one; None: a random nonce. Returns once the change is durable;
         NotDurableError where that took longer than `timeout` seconds. Loads under way end empty.
         """
-        epoch = tag.encode() if isinstance(tag, str) else (tag if tag is not None else os.urandom(16))
-        if not 0 < len(epoch) <= 255:
-            raise ConfigError("tag", tag, "1 to 255 bytes are needed")
+        epoch = tag.encode("utf-8", "surrogatepass") if isinstance(tag, str) else os.urandom(16) if tag is None else tag
+        if not isinstance(epoch, bytes) or not 0 < len(epoch) <= 255:
+            raise ConfigError("tag", tag, "1 to 255 bytes, as bytes or str, are needed")
         self._link.refuse_worker("bump_epoch")
-        with self._link.planning() as stack:
+        with self._building, self._link.planning() as stack:  # no first store may go on building for the old epoch
             self._epoch = epoch
             ended = stack.planner.new_epoch(epoch, self._link.clock()) if stack is not None else []
             finished = self._link.finish(ended)
@@ -293,7 +312,10 @@ class TieredKVCache:
         if stack is not None:
             self._sync_or_raise(stack, timeout, "bump_epoch")
         elif self._directory is not None:
-            self._directory.write_epoch(epoch)
+            try:
+                self._directory.write_epoch(epoch)
+            except OSError as error:
+                raise NotDurableError(f"bump_epoch: the epoch file cannot be written ({error.strerror})") from error
         return epoch
 
     def _sync_or_raise(self, stack: Stack, timeout: float, what: str) -> None:
@@ -335,6 +357,14 @@ class TieredKVCache:
         """Which weights the cached blocks belong to."""
         return self._epoch
 
+    @property
+    def stack(self) -> Stack | None:
+        """Planner, mover and tiers below this API, for replay and tests; None until the layout is known.
+
+        To be called only by one who knows that nothing else uses the cache meanwhile: it takes no lock.
+        """
+        return self._link.stack
+
     def stats(self) -> CacheStats:
         """A snapshot of everything counted."""
         self._link.check_open()
@@ -364,22 +394,32 @@ class TieredKVCache:
         self._link.refuse_worker("flush")
         if to is not None and (to != "nvme" or nvme_of(self.settings) is None):
             raise ConfigError("to", to, 'only "nvme" persists, and these tiers must have it')
-        began = self._link.clock()
-        with self._link.planning() as stack:
-            if stack is not None and to is not None:
-                stack.planner.drain(began)
-        if stack is None:
-            return True
         until = None if timeout is None else time.monotonic() + timeout
-        if not self._link.wait_idle(stack, until, drained=to is not None):
+        with self._link.planning() as stack:
+            if stack is None:
+                return True
+            began, under_way = self._link.clock(), stack.planner.under_way()
+        if not self._link.wait(stack, until, lambda: stack.planner.is_over(under_way)):
             return False
-        if to is None:
-            return True
-        left = None if until is None else max(0.0, until - time.monotonic())
-        if not stack.mover.sync(left if left is not None else 3600.0):
+        return to is None or self._drain(stack, until, began)
+
+    def _drain(self, stack: Stack, until: float | None, began: float) -> bool:
+        """Write what lives only above NVMe, and commit it. True where nothing is left that was there at `began`."""
+        planner, link = stack.planner, self._link
+        with link.planning():
+            failed_before = planner.failed_writes()
+            planner.drain(link.clock())
+            mark = planner.backlog()
+        if not link.wait(stack, until, lambda: planner.is_backlog_over(mark)):
             return False
-        with self._link.lock:
-            return stack.planner.lacking(began) == 0
+        with link.lock:
+            under_way = planner.under_way()
+        if not link.wait(stack, until, lambda: planner.is_over(under_way)):
+            return False
+        if not stack.mover.sync(_LONGEST_SYNC_S if until is None else max(0.0, until - time.monotonic())):
+            return False
+        with link.lock:
+            return planner.lacking(began if planner.failed_writes() == failed_before else link.clock()) == 0
 
     def close(self, timeout: float = 30.0) -> bool:
         """Write what lives only in memory to NVMe, most reusable first, then stop; at most `timeout` seconds.
@@ -403,7 +443,12 @@ class TieredKVCache:
             complete = stack.mover.close(max(1.0, timeout - (time.monotonic() - began))) and complete
             self._link.end_everything()
         if self._directory is not None:
-            self._directory.close()
+            if stack is not None and stack.mover.left_open:
+                threading.Thread(
+                    target=_close_later, args=(stack, self._directory), name="tiercache-last", daemon=True
+                ).start()
+            else:
+                self._directory.close()
         _LIVE.discard(self)
         return complete
 
@@ -429,6 +474,17 @@ class TieredKVCache:
             self._directory.abandon()
 
 
+def _close_later(stack: Stack, directory: StoreDirectory) -> None:
+    """A thread hung in a tier when the cache was closed: the directory stays ours until it has returned."""
+    until = time.monotonic() + _LONGEST_HANG_S
+    while stack.mover.hung_levels() and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    if not stack.mover.hung_levels():
+        for level in stack.mover.left_open:
+            stack.tiers[level].close()
+        directory.close()
+
+
 _LIVE: weakref.WeakSet[TieredKVCache] = weakref.WeakSet()
 _INHERITED: list[TieredKVCache] = []
 """In a forked child: the parent's caches, never destroyed there."""
@@ -441,26 +497,3 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def _release_result(future: Any) -> None:
-    if not future.cancelled() and future.exception() is None:
-        future.result().release()
-
-
-def _diverged_at(prompt: Prompt, words: int) -> int | None:
-    """The first token off every cached path, from the int32 words that lie on one."""
-    width = prompt.symbol_nbytes // 4
-    blocks, rest = divmod(words, width)
-    token = min(blocks, prompt.n) * prompt.block_tokens
-    if prompt.raw:
-        token += min(rest, prompt.block_tokens)
-        if blocks >= prompt.n and not prompt.partial:
-            token = prompt.n * prompt.block_tokens + (words - prompt.n * width)
-    return None if token >= prompt.token_count else token
-
-
-def _steady_wall_clock() -> Callable[[], float]:
-    """Wall-clock seconds that never go back: the wall clock now, plus what the monotonic clock adds."""
-    offset = time.time() - time.monotonic()
-    return lambda: time.monotonic() + offset

@@ -122,7 +122,7 @@ class PrefixIndex:
             child = node.children.get(symbols[at * width : (at + 1) * width])
             if child is None:
                 break
-            if symbols.startswith(child.run, at * width):
+            if child.n <= n - at and symbols.startswith(child.run, at * width):
                 take = child.n
             else:
                 same = _common_words(symbols, at * width, child.run, min(child.n, n - at) * width)

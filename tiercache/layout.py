@@ -152,10 +152,14 @@ class KVLayout:
         torch = sys.modules.get("torch")
         dtype = getattr(torch, self.dtype, None)
         if torch is not None and isinstance(dtype, torch.dtype):
+            if n == 0:  # numpy gives an empty array strides that torch cannot view
+                return torch.empty((0, *self.block_shape), dtype=dtype)
             tensor = torch.from_numpy(payload if payload.flags.writeable else np.asarray(_Unlocked(payload)))
             return tensor.view(dtype).view(n, *self.block_shape)
         if self.dtype in _BYTE_DTYPES:
             return payload.reshape(n, *self._byte_shape)
+        if n == 0:
+            return np.empty((0, *self.block_shape), dtype=self.dtype)
         return payload.view(self.dtype).reshape(n, *self.block_shape)
 
     @property
@@ -394,6 +398,6 @@ def _payload(rows: NDArray[np.uint8], nbytes: int) -> NDArray[np.uint8]:
     """The first `nbytes` of each row, as a view; ValueError where `rows` is no uint8 `[n, >= nbytes]` array."""
     if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.ndim != 2:
         raise ValueError(f"rows must be a 2-D uint8 array, not {getattr(rows, 'dtype', type(rows).__name__)}")
-    if rows.shape[1] < nbytes or (rows.shape[1] > 1 and rows.strides[1] != 1):
+    if rows.shape[1] < nbytes or (rows.size and rows.shape[1] > 1 and rows.strides[1] != 1):
         raise ValueError(f"rows are {rows.shape[1]} wide, stride {rows.strides[1]}: {nbytes} contiguous are needed")
     return rows[:, :nbytes]

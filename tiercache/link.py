@@ -1,7 +1,7 @@
 """Link: the only place where planner and mover meet.
 
 It owns the planner's lock. What the planner decides under it goes to the mover before it is released; what the mover
-says is committed under it, and futures and tickets are completed after it. Lock order: planner, then mover queue.
+says is committed under it, and futures are completed after it. Lock order: planner, then mover queue.
 """
 
 from __future__ import annotations
@@ -60,9 +60,11 @@ class Link:
             self.check_open()
             self._drop_loads()
             stack = self.stack
-            yield stack
-            if stack is not None:
-                self._hand_over(stack)
+            try:
+                yield stack
+            finally:
+                if stack is not None:
+                    self._hand_over(stack)
 
     def _hand_over(self, stack: Stack) -> None:
         messages = stack.planner.take_messages()
@@ -104,10 +106,12 @@ class Link:
             stack.mover.detach(endpoint)
         return ticket
 
-    def expect(self, future: LoadFuture, load: Load, match: Match, out: Any) -> None:
-        """Complete this future once its load is done. Under the lock; a load that is done already is not expected."""
+    def expect(self, future: LoadFuture, load: Load, match: Match, out: Any) -> bool:
+        """Complete this future once its load is done. Under the lock. False for a load that is done already: it is not
+        expected, and the caller completes it. (Asked later, an expected one may be done too.)"""
         if not load.done:
             self._loads[load.id] = (future, load, match, out)
+        return not load.done
 
     def finish(self, loads: list[Load]) -> list[tuple[LoadFuture, Load, Match, Any]]:
         """Take the expected ones among these done loads; `complete` each without the lock."""
@@ -150,7 +154,8 @@ class Link:
                 self.changed.notify_all()
 
     def _apply(self, message: PlannerMessage) -> None:
-        """One message from the mover: commit, tend, submit what follows; then, with no lock held, complete futures."""
+        """One message from the mover: commit, tend, submit what follows, end its ticket; then, with no lock held,
+        complete futures."""
         stack = self.stack
         if stack is None or self.dead:
             return
@@ -158,27 +163,28 @@ class Link:
             outcome = stack.planner.commit(message, self.clock())
             self._hand_over(stack)
             ticket = self._tickets.pop(outcome.job, None)
+            if ticket is not None:  # under the lock, so that it is copied when a flush returns
+                stack.mover.detach(ticket[1])
+                ticket[0].complete(int(outcome.ok.sum()) if outcome.ok is not None else 0)
             finished = self.finish(outcome.loads)
             self.changed.notify_all()
-        if ticket is not None:
-            stack.mover.detach(ticket[1])
-            ticket[0].complete(int(outcome.ok.sum()) if outcome.ok is not None else 0)
         for each in finished:
             self.complete(*each)
 
     # -- waiting and ending -------------------------------------------------------------------------------------
 
     def wait_changed(self, left_s: float) -> None:
-        """Wait until something took effect, at most `left_s` seconds."""
-        with self.changed:
-            self.changed.wait(min(left_s, _WAKE_S))
+        """Wait until something took effect, at most `left_s` seconds. The caller plans, and does not meanwhile."""
+        self.changed.wait(min(left_s, _WAKE_S))
+        self.check_open()
 
-    def wait_idle(self, stack: Stack, until: float | None, *, drained: bool) -> bool:
-        """Wait until no copy is under way (see `Planner.idle`); False at `until` (monotonic seconds)."""
+    def wait(self, stack: Stack, until: float | None, over: Callable[[], bool]) -> bool:
+        """Wait until `over()`, which is asked under the lock. False at `until` (monotonic seconds), after close, and
+        where nothing is under way whose end could change the answer."""
         with self.changed:
-            while not stack.planner.idle(drained=drained):
+            while not over():
                 left = _WAKE_S if until is None else min(_WAKE_S, until - time.monotonic())
-                if left <= 0:
+                if left <= 0 or self.closed or not stack.planner.moves():
                     return False
                 self.changed.wait(left)
                 stack.planner.tend(self.clock())

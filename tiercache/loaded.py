@@ -17,7 +17,7 @@ from tiercache.mover.threads import is_worker_thread
 from tiercache.tiers.base import Rows, contiguous_runs
 from tiercache.types import Slots
 
-__all__ = ["LoadFuture", "Loaded", "Memory"]
+__all__ = ["LoadFuture", "Loaded", "Memory", "release_result"]
 
 
 class Memory:
@@ -25,15 +25,21 @@ class Memory:
 
     def __init__(self, layout: KVLayout, tier: Any) -> None:
         self.layout = layout
-        self._slab: Rows | None = tier.slab
-        self._tier = tier
+        self._slab: Rows | None = None
+        self._tensor: Any = None
+        """Where the slots are no host memory. Either stays mapped as long as this object lives, the tier or not."""
+        if tier.slab is not None:
+            self._slab = tier.slab.view()
+            self._slab.flags.writeable = False
+        else:
+            self._tensor = tier.slots_view(0, tier.capacity)
 
     def view(self, begin: int, end: int) -> Any:
-        """Slots `[begin, end)` as `[n, *block_shape]`, the slot stride on axis 0."""
+        """Slots `[begin, end)` as `[n, *block_shape]`, the slot stride on axis 0. Never to be written."""
         if self._slab is not None:
             return self.layout.view(self._slab[begin:end])
         torch = sys.modules["torch"]
-        rows = self._tier.slots_view(begin, end)[:, : self.layout.block_nbytes]
+        rows = self._tensor[begin:end]
         return rows.view(getattr(torch, self.layout.dtype)).view(end - begin, *self.layout.block_shape)
 
 
@@ -127,6 +133,20 @@ class LoadFuture(Future[Loaded]):
 
         WorkerThreadError on one of the cache's own threads, unless it is done; CancelledError where cancelled.
         """
-        if not self.done() and is_worker_thread():
-            raise WorkerThreadError("result() would wait for the thread that called it: use add_done_callback")
+        self._refuse_worker("result")
         return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """None, after at most `timeout` seconds: trouble makes a load shorter. Raises as `result`."""
+        self._refuse_worker("exception")
+        return super().exception(timeout)
+
+    def _refuse_worker(self, what: str) -> None:
+        if not self.done() and is_worker_thread():
+            raise WorkerThreadError(f"{what}() would wait for the thread that called it: use add_done_callback")
+
+
+def release_result(future: Future[Loaded]) -> None:
+    """A done-callback that releases the Loaded at once."""
+    if not future.cancelled():
+        future.result().release()

@@ -11,7 +11,7 @@ from tiercache.keys import Prompt
 from tiercache.mover.threads import is_worker_thread
 from tiercache.types import Slots
 
-__all__ = ["Match", "Pin", "Ticket"]
+__all__ = ["Match", "Pin", "Ticket", "diverged_at"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,3 +100,15 @@ class Pin:
         """For the cache: what is held, once."""
         held, self._held = self._held, []
         return held
+
+
+def diverged_at(prompt: Prompt, words: int) -> int | None:
+    """The first token off every cached path, from the int32 words that lie on one; None where all tokens do."""
+    width = prompt.symbol_nbytes // 4
+    blocks, rest = divmod(words, width)
+    token = min(blocks, prompt.n) * prompt.block_tokens
+    if prompt.raw:
+        token += min(rest, prompt.block_tokens)
+        if blocks >= prompt.n and not prompt.partial:
+            token = prompt.n * prompt.block_tokens + (words - prompt.n * width)
+    return None if token >= prompt.token_count else token

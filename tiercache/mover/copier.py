@@ -132,10 +132,12 @@ class Copier:
         idents = job.idents[begin:end]
         expected, sums = self._ledger.expected(job.src_slots[begin:end])
         right = (expected == idents) & (checksums(rows, self._block_nbytes, idents) == sums)
-        wrong = int((arrived & ~right).sum())
+        wrong = int((arrived & ~right & (expected != 0)).sum())
         if wrong:
             running.fail("checksum")
             self._counters.add_level(job.src_level, checksum_failures=wrong)
+        elif (arrived & ~right).any():  # forgotten while it was read (a new epoch, an invalidation): no fault
+            running.fail("cancelled")
         good: Bools = arrived & right
         return good
 

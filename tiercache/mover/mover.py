@@ -374,6 +374,14 @@ class Mover:
                 tier.close()
         return committed and not lost
 
+    def hung_levels(self) -> frozenset[int]:
+        """Of the levels left open by `close`, those that a thread still uses."""
+        with self._lock:
+            used = {level for running in self._live.values() for level in _levels_of(running.job)}
+        if self._committer is not None and self._committer.thread.is_alive():
+            used.add(self._persistent_level)
+        return self.left_open & used
+
     def abandon(self) -> None:
         """For a forked child, whose copy of this mover has no threads: touch nothing, take no lock, refuse use."""
         self._abandoned = True

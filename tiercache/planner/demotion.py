@@ -240,10 +240,11 @@ class Demotion:
         return sum(len(slots) for _, _, slots in found)
 
     def count_lacking(self, used_before: float) -> int:
-        """Full blocks without a readable copy in the last level, where that is persistent."""
+        """Full blocks that are in a faster level and without a readable copy in the last, where that is persistent."""
         last, count = len(self.state.specs) - 1, 0
         for node in self.state.residency.index.walk_nodes():
             lacking = self._lacking_in(node, last)
+            lacking &= (node.slots[:last, : len(lacking)] >= 0).any(axis=0)
             count += int((lacking & (node.last_use[: len(lacking)] <= used_before)).sum())
         return count
 

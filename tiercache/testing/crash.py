@@ -39,7 +39,7 @@ _ANSWER_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class CrashPoint:
-    """A place in the package: just before or just after a call; or in the middle of a write ("torn")."""
+    """A place in the program: just before or just after a call; or in the middle of a write ("torn")."""
 
     target: str
     """"module:function" or "module:Class.method"."""
@@ -99,6 +99,7 @@ POINTS: Final[dict[str, CrashPoint]] = {
     "store-id-after": _point("directory:_store_id", "after"),
     "file-replaced": _point("directory:write_durably", "after"),
     "copy-before": _point("catalog_check:checked_copy", "before"),
+    "copy-running": CrashPoint("subprocess:Popen.communicate", "before"),
     "copy-after": _point("catalog_check:checked_copy", "after"),
     "marker-dropped": _point("catalog_check:drop_marker", "after"),
     "install-before": _point("catalog_check:install", "before"),
@@ -125,8 +126,8 @@ POINTS: Final[dict[str, CrashPoint]] = {
 class Trap:
     """Watches one point in this process, and kills the process there once it is armed. For a child of a Zygote.
 
-    It patches the package, for good: make it before the cache is opened, which may keep bound methods. KeyError for a
-    name that is not in POINTS.
+    It patches what it watches, for good: make it before the cache is opened, which may keep bound methods. KeyError
+    for a name that is not in POINTS.
     """
 
     def __init__(self, name: str) -> None:
@@ -291,10 +292,13 @@ class Zygote:
     def ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
         """One request and its answer. RuntimeError where the process is gone, TimeoutError where it does not answer."""
         self._socket.settimeout(_ANSWER_S)
+        answer = b""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
-        answer = self._socket.recv(1 << 16)
+            answer = self._socket.recv(1 << 16)
         if not answer:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5.0)
             raise RuntimeError(f"the process that forks is gone:\n{self.log()}")
         values: dict[str, Any] = json.loads(answer)
         return values

@@ -110,8 +110,8 @@ def payload_of(
 
 
 def _bytes_of(blocks: Any) -> list[bytes]:
-    """The bytes of each block of an array or tensor `[n, *block_shape]`."""
-    if len(blocks) == 0:
+    """The bytes of each block of an array or tensor `[n, *block_shape]`; none of None."""
+    if blocks is None or len(blocks) == 0:
         return []
     rows = KVLayout.of(blocks).rows(blocks)
     return [row.tobytes() for row in rows.take(0, rows.n)]
