@@ -40,12 +40,17 @@ class Clock:
 
 
 @contextmanager
-def in_time(seconds=DEADLINE_S):
+def in_time(seconds=DEADLINE_S, slack_s=SLACK_S):
     """The body takes no longer than a deadline, and a little."""
     began = time.monotonic()
     yield
     took = time.monotonic() - began
-    assert took < seconds + SLACK_S, f"it took {took:.3f} s"
+    assert took < seconds + slack_s, f"it took {took:.3f} s"
+
+
+def at_once():
+    """The body waits for no disk; generous, for it is many calls on a machine that may be busy."""
+    return in_time(0, slack_s=1.5)
 
 
 def wrapped(tmp_path, kind, **settings):
@@ -89,7 +94,7 @@ def test_a_read_that_hangs_is_a_miss_at_its_deadline_and_harmless_when_it_wakes(
         lost = cache.stats().tiers
         assert (lost[0].lost, lost[1].overdue_jobs) == (3, 2)
         tier.unblock("read")
-        with in_time(0):
+        with at_once():
             assert read(cache, TOKENS) == 3, "the others of the pool still serve"
         assert tier.hung == 2
         tier.wake()
@@ -132,7 +137,7 @@ def test_when_the_whole_pool_hangs_the_level_goes_offline_and_everything_else_go
         assert cache.check() == []
         stats = cache.stats().tiers[1]
         assert not stats.online
-        with in_time(0):
+        with at_once():
             for tokens in prompts:
                 assert cache.lookup(tokens).blocks == 0
                 assert cache.load(cache.lookup(tokens)).result(WAIT_S).block_count == 0
@@ -181,7 +186,7 @@ def test_a_write_that_hangs_holds_its_source_too(tmp_path):
         assert cache.check() == []
         assert cache.stats().tiers[1].overdue_jobs >= 1
         assert cache.stats().tiers[1].lost >= 1
-        with in_time(0):
+        with at_once():
             assert read(cache, TOKENS) == 3
         tier.unblock("write")
         for part in range(20, 40):

@@ -248,9 +248,11 @@ def test_blocking_calls_on_a_worker_thread_raise(tmp_path):
             assert str(outcomes[name]).startswith(f"{name} would wait for the thread that called it"), outcomes[name]
         assert cache.lookup(TOKENS).blocks == 3
         delivery.let_go()
+        loaded = future.result(WAIT_S)
+        assert ticket.wait(WAIT_S)
         start_thread("test", try_all).join(WAIT_S)
         assert (outcomes["result()"].block_count, outcomes["exception()"], outcomes["Ticket.wait()"]) == (3, None, True)
-        outcomes["result()"].release()
+        loaded.release()
 
 
 def test_a_done_callback_runs_on_a_worker_and_may_look_up_store_and_load(tmp_path):

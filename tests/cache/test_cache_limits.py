@@ -67,8 +67,9 @@ class Clock:
         return time.monotonic() + self.ahead
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-@pytest.mark.parametrize("op", ["pwritev", "fdatasync"])
+@pytest.mark.parametrize(
+    ("op", "number"), [("pwritev", errno.ENOSPC), ("pwritev", errno.EIO), ("fdatasync", errno.EIO)]
+)
 def test_a_disk_that_takes_no_more_and_then_does(tmp_path, op, number):
     files, clock = BrokenFiles(), Clock()
     prompts = [prompt(part, part + 100) for part in range(1, 41)]
@@ -175,7 +176,16 @@ def test_the_store_continues_when_nvme_is_smaller_than_dram(tmp_path):
 
 @pytest.mark.parametrize("shape", ["dram nvme", "hbm dram nvme", "dram"])
 def test_eight_threads(tmp_path, shape):
-    seconds = 2.0
+    run_threads(tmp_path, shape, seconds=1.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["dram nvme", "hbm dram nvme", "dram"])
+def test_eight_threads_for_longer(tmp_path, shape):
+    run_threads(tmp_path, shape, seconds=20.0)
+
+
+def run_threads(tmp_path, shape, seconds):
     settings = {
         "dram nvme": {"path": tmp_path, "dram_slots": 24, "nvme_slots": 96},
         "hbm dram nvme": {"path": tmp_path, "hbm_slots": 16, "dram_slots": 24, "nvme_slots": 96},
