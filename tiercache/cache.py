@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -18,6 +17,7 @@ from tiercache.directory import StoreDirectory
 from tiercache.errors import ConfigError, NotDurableError
 from tiercache.keys import Extra, Prompt, Tokens, encode_prompt
 from tiercache.layout import CallerRows, KVLayout, Namespace
+from tiercache.lifetime import close_later, forget_forks, watch_forks
 from tiercache.link import Link
 from tiercache.loaded import Loaded, LoadFuture, release_result
 from tiercache.match import Match, Pin, Ticket, diverged_at
@@ -28,9 +28,6 @@ from tiercache.types import Slots
 __all__ = ["TieredKVCache"]
 
 _log = logging.getLogger("tiercache")
-_LONGEST_HANG_S = 3600.0
-"""How long a closed cache waits for a hung thread before it leaves the directory's lock to the end of the process."""
-_LOOK_S = 0.1
 _LONGEST_SYNC_S = 3600.0
 
 
@@ -105,7 +102,7 @@ class TieredKVCache:
             raise
         if nvme is not None and settings.namespace is None:
             _log.warning("%s: no namespace: use this directory for one model only", nvme.path)
-        _LIVE.add(self)
+        watch_forks(self)
 
     # -- asking -------------------------------------------------------------------------------------------------
 
@@ -444,12 +441,10 @@ class TieredKVCache:
             self._link.end_everything()
         if self._directory is not None:
             if stack is not None and stack.mover.left_open:
-                threading.Thread(
-                    target=_close_later, args=(stack, self._directory), name="tiercache-last", daemon=True
-                ).start()
+                close_later(stack, self._directory)
             else:
                 self._directory.close()
-        _LIVE.discard(self)
+        forget_forks(self)
         return complete
 
     def __enter__(self) -> TieredKVCache:
@@ -467,33 +462,8 @@ class TieredKVCache:
         )
         return f"TieredKVCache({tiers}; {state})"
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """In a forked child: close lock and data descriptors, touch neither memory nor catalog."""
         self._link.abandon()
         if self._directory is not None:
             self._directory.abandon()
-
-
-def _close_later(stack: Stack, directory: StoreDirectory) -> None:
-    """A thread hung in a tier when the cache was closed: the directory stays ours until it has returned."""
-    until = time.monotonic() + _LONGEST_HANG_S
-    while stack.mover.hung_levels() and time.monotonic() < until:
-        time.sleep(_LOOK_S)
-    if not stack.mover.hung_levels():
-        for level in stack.mover.left_open:
-            stack.tiers[level].close()
-        directory.close()
-
-
-_LIVE: weakref.WeakSet[TieredKVCache] = weakref.WeakSet()
-_INHERITED: list[TieredKVCache] = []
-"""In a forked child: the parent's caches, never destroyed there."""
-
-
-def _after_fork_in_child() -> None:
-    for cache in list(_LIVE):
-        _INHERITED.append(cache)
-        cache._abandon()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -169,6 +169,35 @@ def test_close_while_other_threads_call(tmp_path):
         assert all(ticket.wait(WAIT_S) for ticket in tickets)
 
 
+def test_a_call_that_began_before_close_and_goes_on_after_it(tmp_path):
+    cache = open_cache(tmp_path)
+    store(cache, TOKENS)
+    link, check_open = cache._link, cache._link.check_open
+    waiting, closed, outcomes = threading.Event(), threading.Event(), []
+
+    def check_and_wait():
+        check_open()
+        if threading.current_thread() is caller and not closed.is_set():
+            waiting.set()
+            assert closed.wait(WAIT_S)
+
+    def call():
+        try:
+            with link.planning():
+                outcomes.append("planned on a closed cache")
+        except CacheClosedError:
+            outcomes.append("closed")
+
+    caller = threading.Thread(target=call)
+    link.check_open = check_and_wait
+    caller.start()
+    assert waiting.wait(WAIT_S)
+    assert cache.close()
+    closed.set()
+    caller.join(WAIT_S)
+    assert outcomes == ["closed"]
+
+
 def test_two_threads_close(tmp_path):
     cache = open_cache(tmp_path)
     store(cache, TOKENS)

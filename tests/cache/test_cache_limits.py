@@ -155,19 +155,18 @@ def test_reads_that_fail_are_misses(tmp_path):
         assert is_clean(cache)
 
 
-def test_the_store_continues_when_nvme_is_smaller_than_dram(tmp_path):
-    """Nothing is written over and over; what has no way down is dropped in place and counted."""
-    with open_cache(tmp_path, dram_slots=8, nvme_slots=6, nvme={"write_after_s": 0.0}) as cache:
-        for part in range(40):
-            tokens = prompt(part, part + 100)
-            ticket = store(cache, tokens)
-            assert ticket.accepted > 0
+@pytest.mark.parametrize("write_after", [None, 0.0, 0.002])
+@pytest.mark.parametrize("exclusive", [None, False])
+def test_when_nvme_is_smaller_than_dram_nothing_is_written_over_and_over(tmp_path, write_after, exclusive):
+    fields = {"write_after_s": write_after}
+    with open_cache(tmp_path, dram_slots=8, nvme_slots=6, exclusive=exclusive, nvme=fields) as cache:
+        for tokens in (prompt(1, 2, 2, 1, 1, 2), prompt(2, 1), prompt(1, 2, 2, 3), prompt(2, 2, 3)):
+            store(cache, tokens)
             read(cache, tokens)
-        assert eventually(lambda: cache.stats().tiers[1].jobs == 0)
-        before = cache.stats().tiers[1].written
-        time.sleep(0.2)
-        assert cache.stats().tiers[1].written == before, "blocks go round in circles"
-        assert before <= 200
+            cache.flush(WAIT_S, to="nvme")
+            assert eventually(lambda: cache.stats().tiers[1].jobs == 0, 2.0), "blocks go round in circles"
+        assert cache.stats().tiers[1].written <= 20
+        assert cache.stats().tiers[1].held >= 4
         assert is_clean(cache)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import shutil
 import threading
@@ -26,8 +27,9 @@ class History:
 
     current: History | None = None
 
-    def __init__(self, place: Path, target: Path, at: int, rng: random.Random) -> None:
-        place.mkdir(mode=0o700)
+    def __init__(self, place: Path, target: Path, at: int, rng: random.Random, model: Model | None = None) -> None:
+        """`model`: what is promised already by what lies in `place`."""
+        place.mkdir(mode=0o700, exist_ok=True)
         self.power = PowerCut(place, watch=self.event)
         self.target = target
         self.results: list[Any] = []
@@ -37,10 +39,11 @@ class History:
         self._at = at
         self._rng = rng
         self._driver = Driver(str(place), UNIVERSE, seams=Seams(file_ops=self.power))
+        self._driver.model = copy.deepcopy(model or Model())
 
-    def run(self, ops: list[Op]) -> None:
-        """Until the cut, which comes at the end if it did not come before."""
-        History.current = self
+    def run(self, ops: list[Op]) -> Model:
+        """Until the cut, which comes at the end if it did not come before; what is promised of what it left."""
+        History.current, model = self, copy.deepcopy(self._driver.model)
         try:
             for op in ops:
                 self.results.append(self._driver.step(op))
@@ -54,6 +57,8 @@ class History:
                 self._driver.cache.switch = "stores-off"
                 self._driver.cache.close(1.0)
             self.power.end()
+        assert self.left is not None
+        return model.after(ops, self.left)
 
     def event(self, _name: str) -> None:
         self.events += 1
@@ -116,16 +121,26 @@ def plan(seed: int, durability: str) -> tuple[list[Op], int, random.Random]:
 
 
 def histories(report: Report, argument: dict[str, Any]) -> None:
-    """Run one history per seed below `place`; report per seed what is wrong, and a few numbers."""
+    """Run one history per seed below `place`; report per seed what is wrong, and a few numbers.
+
+    Every third one goes on: from what the cut left, another session, mostly cut early, while it opens or not long after.
+    """
     copy_inside()
     watch_everything()
     for seed in argument["seeds"]:
         base = Path(argument["place"]) / str(seed)
         base.mkdir()
-        ops, at, rng = plan(seed, argument.get("durability", "power"))
+        durability = argument.get("durability", "power")
+        ops, at, rng = plan(seed, durability)
         history = History(base / "kv", base / "cut", at, rng)
-        history.run(ops)
-        assert history.left is not None and threading.active_count() == 1
-        facts = examine(str(base / "cut"), Model.of(ops, history.left), UNIVERSE, go_on=False)
-        report({**facts, "seed": seed, "events": history.events, "at": at, "ops": len(history.left)})
+        model = history.run(ops)
+        again = rng.random() < 0.33
+        if again:
+            ops = random_ops(rng, model.shape, 6)
+            at = rng.randrange(1, 50)
+            history = History(base / "cut", base / "cut2", at, rng, model)
+            model = history.run(ops)
+        assert threading.active_count() == 1
+        facts = examine(str(history.target), model, UNIVERSE, go_on=False)
+        report({**facts, "seed": seed, "events": history.events, "at": at, "again": again})
         shutil.rmtree(base)

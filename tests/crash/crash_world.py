@@ -161,12 +161,15 @@ class Model:
     @classmethod
     def of(cls, ops: list[Op], results: list[Any]) -> Model:
         """After `results`; the operation after them, if there is one, was under way."""
-        model = cls()
+        return cls().after(ops, results)
+
+    def after(self, ops: list[Op], results: list[Any]) -> Model:
+        """The same, from here on; changes this one and returns it."""
         for op, result in zip(ops, results, strict=False):
-            model.done(op, result)
+            self.done(op, result)
         if len(results) < len(ops):
-            model.begun(ops[len(results)])
-        return model
+            self.begun(ops[len(results)])
+        return self
 
     def begun(self, op: Op) -> None:
         """From now on this may have happened, or part of it."""
@@ -197,7 +200,9 @@ class Model:
         self.begun(op)
         match op:
             case ["open", _]:
-                self.epoch, self.shrinking = result["epoch"], False
+                if result["epoch"] != self.epoch:
+                    self.lives.clear()
+                self.epoch, self.doubtful_epoch, self.shrinking = result["epoch"], "", False
             case ["flush"] | ["close"] if result is not None:
                 self.acked.update(result)
             case ["warm", _]:

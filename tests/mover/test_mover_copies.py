@@ -222,7 +222,7 @@ def test_an_old_ident_of_a_rewritten_slot_is_refused(make_mover, inbox):
 def test_a_slot_that_holds_nothing_is_refused(make_mover, inbox):
     mover = make_mover(DRAMTier(8, NBYTES), disk())
     mover.submit([make_job(1, 1, [3], 0, [4], np.zeros(1, np.uint64))])
-    assert inbox.result(1).reason == "checksum"
+    assert inbox.result(1).reason == "cancelled"
 
 
 def test_a_wrong_block_does_not_reach_out_or_dram(make_mover, inbox):

@@ -135,8 +135,8 @@ class Steps:
 
     def lookup(self):
         prompt = self.any_prompt()
-        where, online = self.bench.where(), self.bench.state.online_levels()
         found = self.bench.lookup(prompt)
+        where, online = self.bench.where(), self.bench.state.online_levels()
         best = []
         for i in range(len(prompt)):
             places = where.get(prompt[: i + 1], [])

@@ -1,0 +1,85 @@
+"""Speed, printed rather than asserted tightly: run with `-m slow -s`."""
+
+import time
+
+import numpy as np
+import pytest
+from cache_kit import WAIT_S
+
+from tiercache import DRAM, KVLayout, TieredKVCache
+
+pytestmark = pytest.mark.slow
+
+
+def best(body, times=5):
+    """Seconds of the fastest of a few runs."""
+    fastest = float("inf")
+    for i in range(times):
+        began = time.perf_counter()
+        body(i)
+        fastest = min(fastest, time.perf_counter() - began)
+    return fastest
+
+
+def test_bytes_in_and_out_of_dram_against_memcpy():
+    n, layout = 256, KVLayout((256 << 10,), "uint8")
+    nbytes = n * layout.block_nbytes
+    source = np.random.default_rng(0).integers(0, 256, (n, 256 << 10), dtype=np.uint8)
+    target = np.empty_like(source)
+    best(lambda _: np.copyto(target, source))
+    memcpy = nbytes / best(lambda _: np.copyto(target, source)) / 1e9
+    with TieredKVCache([DRAM(4 * nbytes)], layout=layout, block_tokens=1) as cache:
+        prompts = [np.full(n, i + 1, dtype=np.int32) for i in range(3)]
+        for each in prompts:
+            assert cache.store(each, source).wait(WAIT_S)
+        cache.invalidate([])
+
+        def put(i):
+            assert cache.store(prompts[i % 3], source).wait(WAIT_S)
+            if i % 3 == 2:
+                cache.invalidate([])
+
+        store = nbytes / best(put, 9) / 1e9
+        for each in prompts[:2]:
+            cache.store(each, source).wait(WAIT_S)
+
+        def get(i):
+            loaded = cache.load(cache.lookup(prompts[i % 2]), out=target).result(WAIT_S)
+            assert loaded.block_count == n
+
+        load = nbytes / best(get, 9) / 1e9
+
+        def hold(i):
+            with cache.load(cache.lookup(prompts[i % 2])).result(WAIT_S) as loaded:
+                assert loaded.block_count == n
+
+        held = best(hold, 9)
+        assert np.array_equal(target, source)
+    print(
+        f"\nDRAM, {n} blocks of 256 KiB: memcpy {memcpy:.2f} GB/s, store {store:.2f} ({store / memcpy:.2f}), "
+        f"load into out {load:.2f} ({load / memcpy:.2f}), load in place {held * 1e3:.2f} ms"
+    )
+    assert store > 0.3 * memcpy
+    assert load > 0.3 * memcpy
+
+
+def test_lookup_of_a_long_prompt_against_a_compare_of_its_tokens():
+    tokens = np.random.default_rng(1).integers(0, 30_000, 131_072, dtype=np.int32)
+    other = tokens.copy()
+    layout = KVLayout((8,), "uint8")
+    with TieredKVCache([DRAM(33_000 * 4096)], layout=layout) as cache:
+        assert cache.store(tokens, np.zeros((8192, 8), dtype=np.uint8)).accepted > 0
+        while cache.lookup(tokens).blocks < 8192:
+            there = cache.lookup(tokens, deadline_s=1).blocks
+            cache.store(tokens, np.zeros((8192 - there, 8), dtype=np.uint8), start=there).wait(WAIT_S)
+        compare = best(lambda _: np.array_equal(tokens, other), 50)
+        found = best(lambda _: cache.lookup(tokens), 50)
+        listed = tokens.tolist()
+        from_list = best(lambda _: cache.lookup(listed), 10)
+        miss = best(lambda _: cache.lookup(tokens[::-1]), 50)
+        nodes = cache.stats().nodes
+    print(
+        f"\nlookup of 131,072 tokens on {nodes} node(s): {found * 1e3:.3f} ms (list {from_list * 1e3:.2f} ms), a miss "
+        f"{miss * 1e3:.3f} ms; np.array_equal {compare * 1e3:.3f} ms"
+    )
+    assert found < 2e-3

@@ -1,0 +1,64 @@
+"""What outlives a call: caches that a fork must not share, and directories that a hung thread still uses."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from typing import Protocol
+
+from tiercache.assembly import Stack
+from tiercache.directory import StoreDirectory
+
+__all__ = ["Forkable", "close_later", "forget_forks", "watch_forks"]
+
+_LONGEST_HANG_S = 3600.0
+"""How long a closed cache waits for a hung thread before it leaves the directory's lock to the end of the process."""
+_LOOK_S = 0.1
+
+
+class Forkable(Protocol):
+    """What is told in a forked child that it is dead there."""
+
+    def abandon(self) -> None:
+        """Close lock and data descriptors, touch neither memory nor catalog."""
+
+
+_live: weakref.WeakSet[Forkable] = weakref.WeakSet()
+_inherited: list[Forkable] = []
+"""In a forked child: the parent's, never destroyed there."""
+
+
+def watch_forks(cache: Forkable) -> None:
+    """Abandon this one in every child forked from now on."""
+    _live.add(cache)
+
+
+def forget_forks(cache: Forkable) -> None:
+    """It is closed: a child has nothing to abandon."""
+    _live.discard(cache)
+
+
+def _after_fork_in_child() -> None:
+    for cache in list(_live):
+        _inherited.append(cache)
+        cache.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def close_later(stack: Stack, directory: StoreDirectory) -> None:
+    """A thread hung in a tier when the cache was closed: close that tier and the directory once it has returned."""
+    threading.Thread(target=_close, args=(stack, directory), name="tiercache-last", daemon=True).start()
+
+
+def _close(stack: Stack, directory: StoreDirectory) -> None:
+    until = time.monotonic() + _LONGEST_HANG_S
+    while stack.mover.hung_levels() and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    if not stack.mover.hung_levels():
+        for level in stack.mover.left_open:
+            stack.tiers[level].close()
+        directory.close()
