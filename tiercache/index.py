@@ -156,7 +156,7 @@ class PrefixIndex:
             return node.slots[:, :take].copy()
         if not path:
             return np.empty((len(self.tables), 0), dtype=np.int32)
-        return np.concatenate([node.slots[:, :take] for node, take in path], axis=1)
+        return np.concatenate([_leading(node.slots, take) for node, take in path], axis=1)
 
     def walk_nodes(self) -> Iterator[Node]:
         """Every node, in no particular order. Do not change the tree meanwhile."""
@@ -288,6 +288,11 @@ class PrefixIndex:
         del self.nodes[node.id]
         self._free_ids.append(node.id)
         node.parent = None
+
+
+def _leading(slots: NDArray[np.int32], take: int) -> NDArray[np.int32]:
+    """The first `take` columns, without the cost of a view where these are all."""
+    return slots if slots.shape[1] == take else slots[:, :take]
 
 
 def _common_words(symbols: bytes, offset: int, run: bytes, nbytes: int) -> int:

@@ -18,6 +18,8 @@ from tiercache.types import Bools, Idents, LevelSpec, Slots
 
 __all__ = ["Residency"]
 
+_RESIDENT = np.uint8(SlotState.RESIDENT)
+
 
 class Residency:
     """The index and one `SlotTable` per level.
@@ -147,6 +149,10 @@ class Residency:
             row = gathered[level]
             states[level] = np.where(row >= 0, table.state[row], SlotState.FREE)
         return states
+
+    def all_readable(self, level: int, row: NDArray[np.int32]) -> bool:
+        """Has every block of a gathered path (at least one) a readable copy in this level?"""
+        return int(row.min()) >= 0 and bool((self.tables[level].state.take(row) == _RESIDENT).all())
 
     def best_level(self, states: NDArray[np.uint8], online: Sequence[bool]) -> NDArray[np.int8]:
         """Fastest online level with a readable copy per block, -1: none."""

@@ -158,6 +158,31 @@ def test_two_first_stores_of_different_shapes_race(tmp_path):
             assert cache.check() == []
 
 
+def test_a_new_epoch_during_the_first_store_is_not_missed(monkeypatch):
+    building, go_on = threading.Event(), threading.Event()
+    build = tiercache.cache.build_stack
+
+    def slow_build(*args):
+        building.set()
+        assert go_on.wait(WAIT_S)
+        return build(*args)
+
+    monkeypatch.setattr(tiercache.cache, "build_stack", slow_build)
+    with TieredKVCache([DRAM(16 * SLOT)], block_tokens=BLOCK_TOKENS, epoch="one") as cache:
+        first = threading.Thread(target=store, args=(cache, TOKENS))
+        first.start()
+        assert building.wait(WAIT_S)
+        bump = threading.Thread(target=cache.bump_epoch, args=("two",))
+        bump.start()
+        bump.join(0.05)
+        go_on.set()
+        first.join(WAIT_S)
+        bump.join(WAIT_S)
+        assert cache.epoch == cache._link.stack.planner.epoch == b"two"
+        store(cache, TOKENS, version=1)
+        assert read(cache, TOKENS, version=1) == 3 or read(cache, TOKENS) == 3
+
+
 # -- ways to write it down --------------------------------------------------------------------------------------------
 
 

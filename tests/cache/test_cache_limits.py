@@ -170,6 +170,18 @@ def test_when_nvme_is_smaller_than_dram_nothing_is_written_over_and_over(tmp_pat
         assert is_clean(cache)
 
 
+def test_a_directory_that_grows_and_shrinks(tmp_path):
+    prompts = [prompt(part, part + 100) for part in range(1, 17)]
+    with open_cache(tmp_path, dram_slots=64, nvme_slots=48) as cache:
+        for tokens in prompts:
+            store(cache, tokens)
+    for slots, kept in ((96, 32), (20, 20), (64, 20), (48, 20)):
+        with open_cache(tmp_path, dram_slots=64, nvme_slots=slots) as cache:
+            assert cache.stats().blocks == kept
+            assert sum(read(cache, tokens) for tokens in prompts) == kept
+            assert is_clean(cache)
+
+
 # -- threads ----------------------------------------------------------------------------------------------------------
 
 

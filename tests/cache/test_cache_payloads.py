@@ -19,6 +19,8 @@ from cache_kit import (
 )
 
 from tiercache import DRAM, HBM, KVLayout, LayoutError, TieredKVCache
+from tiercache.assembly import Seams
+from tiercache.testing import WrappedTier
 
 TOKENS = prompt(1, 2, 3, 4, 5)
 N = 5
@@ -320,6 +322,19 @@ def test_blocks_and_parts_of_neighbouring_and_of_scattered_slots():
             assert bits(loaded.blocks) == bits(blocks_of(tokens)) == b"".join(bits(part) for part in loaded.parts)
 
 
+def test_scattered_slots_without_torch(no_torch):
+    with open_cache(None, dram_slots=12) as cache:
+        for part in (11, 12, 13):
+            store(cache, prompt(part))
+        cache.invalidate(prompt(11))
+        cache.invalidate(prompt(13))
+        store(cache, TOKENS)
+        with cache.load(cache.lookup(TOKENS)).result() as loaded:
+            assert len(loaded.parts) > 1
+            assert isinstance(loaded.blocks, np.ndarray)
+            assert bits(loaded.blocks) == bits(blocks_of(TOKENS))
+
+
 def test_numpy_views_cannot_be_written_through(no_torch):
     with open_cache(None) as cache:
         store(cache, TOKENS)
@@ -438,6 +453,37 @@ def test_every_stack_of_tiers_gives_back_what_it_took(tmp_path, shape, dtype):
                 with cache.load(cache.lookup(prompt(i, i + 100, i + 200))).result(WAIT_S) as loaded:
                     assert loaded.block_count == 3
                     assert bits(loaded.blocks) == bits(expected)
+
+
+class DeviceMemory(WrappedTier):
+    """A tier whose memory the host cannot see, as a GPU's: no slab, slots shown as tensors."""
+
+    def slots_view(self, begin, end):
+        return self.inner.slots_view(begin, end)
+
+
+@pytest.mark.parametrize("below", [True, False])
+def test_level_0_that_the_host_cannot_see(tmp_path, below):
+    tiers = [HBM(10 * SLOT, "cpu"), nvme(tmp_path, 64)] if below else [HBM(10 * SLOT, "cpu")]
+    seams = Seams(wrap_tier=lambda tier: tier if tier.verifies else DeviceMemory(tier))
+    layout = KVLayout((3, 50), "bfloat16")
+    rows = torch.randn((N, 3, 50)).to(torch.bfloat16)
+    with TieredKVCache(tiers, layout, "m", block_tokens=BLOCK_TOKENS, seams=seams) as cache:
+        put(cache, rows)
+        assert cache.flush(WAIT_S, to="nvme" if below else None)
+        loaded = cache.load(cache.lookup(TOKENS)).result(WAIT_S)
+        assert loaded.blocks.dtype == torch.bfloat16
+        assert bits(loaded.blocks) == bits(rows)
+        out = torch.zeros_like(rows)
+        assert cache.load(cache.lookup(TOKENS), out=out).result(WAIT_S).block_count == N
+        assert torch.equal(out, rows)
+    assert bits(loaded.parts[0]) == bits(rows), "what is loaded outlives the tier"
+    loaded.release()
+    if below:
+        with TieredKVCache(tiers, layout, "m", block_tokens=BLOCK_TOKENS, seams=seams) as cache:
+            with cache.load(cache.lookup(TOKENS)).result(WAIT_S) as loaded:
+                assert bits(loaded.blocks) == bits(rows)
+            assert is_clean(cache)
 
 
 def test_prefetch_brings_blocks_up_and_holds_none(tmp_path):

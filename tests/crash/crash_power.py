@@ -123,7 +123,7 @@ def plan(seed: int, durability: str) -> tuple[list[Op], int, random.Random]:
 def histories(report: Report, argument: dict[str, Any]) -> None:
     """Run one history per seed below `place`; report per seed what is wrong, and a few numbers.
 
-    Every third one goes on: from what the cut left, another session, mostly cut early, while it opens or not long after.
+    Every third one goes on: from what the cut left, another session, cut while it opens or not long after.
     """
     copy_inside()
     watch_everything()

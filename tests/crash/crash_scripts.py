@@ -243,8 +243,8 @@ def examine(
 
 def _epoch_problems(model: Model, epoch: str, cold: str, recovered: int) -> list[str]:
     known = [each for each in (model.epoch, model.doubtful_epoch) if each]
-    if cold == "epoch" and model.doubtful_epoch and not recovered:
-        return []
+    if model.doubtful_epoch and not recovered:
+        return []  # cold, and so were starts before it that did not get far
     if cold not in ("", "new") or (cold == "new" and model.epoch):
         return [f"the start was cold: {cold!r}"]
     return [f"epoch {epoch}, and not of {known}"] if model.epoch and epoch not in known else []

@@ -178,7 +178,7 @@ class Model:
                 new = Shape(**shape)
                 if new.nvme < self.shape.nvme and total_blocks(sorted(self.stored)) > new.nvme:
                     self._lose_all()
-                self.shrinking = new.nvme < self.shape.nvme
+                self.shrinking |= new.nvme < self.shape.nvme
                 self.reused |= self.shrinking
                 self.shape = new
             case ["invalidate", path]:

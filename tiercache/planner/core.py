@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiercache.index import Path, Walk
 from tiercache.keys import root_ident
@@ -109,13 +110,7 @@ class Planner:
         state, residency = self.state, self.state.residency
         state.now = now
         walk = residency.index.walk(symbols, n, tail)
-        states = residency.states(residency.index.gather(walk.path))
-        best = residency.best_level(states, state.online_levels())
-        missing = best < 0
-        blocks = int(missing.argmax()) if missing.any() else len(best)
-        after = (states[:, blocks:] == SlotState.WRITING).any(axis=0)
-        pending = int(np.argmin(after)) if not after.all() else len(after)
-        by_level = tuple(np.bincount(best[:blocks], minlength=residency.levels).tolist())
+        blocks, pending, by_level = self._reach(residency.index.gather(walk.path))
         if not again:
             state.totals.lookups += 1
             state.totals.lookup_blocks += n
@@ -123,6 +118,20 @@ class Planner:
             if walk.path and walk.blocks < n:
                 walk.path[-1][0].exits += 1
         return Found(blocks, by_level, pending, walk.words, self._estimate(by_level))
+
+    def _reach(self, gathered: NDArray[np.int32]) -> tuple[int, int, tuple[int, ...]]:
+        """Leading readable blocks of a gathered path, blocks in flight after those, and the levels they come from."""
+        residency, online = self.state.residency, self.state.online_levels()
+        n = gathered.shape[1]
+        if n and online[0] and residency.all_readable(0, gathered[0]):
+            return n, 0, (n,) + (0,) * (residency.levels - 1)
+        states = residency.states(gathered)
+        best = residency.best_level(states, online)
+        missing = best < 0
+        blocks = int(missing.argmax()) if missing.any() else n
+        after = (states[:, blocks:] == SlotState.WRITING).any(axis=0)
+        pending = int(np.argmin(after)) if not after.all() else len(after)
+        return blocks, pending, tuple(np.bincount(best[:blocks], minlength=residency.levels).tolist())
 
     def _estimate(self, by_level: Sequence[int]) -> float:
         total = 0.0
