@@ -86,7 +86,7 @@ def is_clean(cache: TieredKVCache) -> bool:
     assert all(tier.free + tier.held == tier.capacity for tier in cache.stats().tiers)
     link = cache._link
     assert eventually(lambda: not (link._loads or link._tickets)), "somebody is still waited for"
-    assert eventually(lambda: not link.stack.mover._endpoints), "a caller's rows are kept"
+    assert eventually(lambda: not cache.stack.mover._endpoints), "a caller's rows are kept"
     return True
 
 

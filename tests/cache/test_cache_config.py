@@ -178,7 +178,7 @@ def test_a_new_epoch_during_the_first_store_is_not_missed(monkeypatch):
         go_on.set()
         first.join(WAIT_S)
         bump.join(WAIT_S)
-        assert cache.epoch == cache._link.stack.planner.epoch == b"two"
+        assert cache.epoch == cache.stack.planner.epoch == b"two"
         store(cache, TOKENS, version=1)
         assert read(cache, TOKENS, version=1) == 3 or read(cache, TOKENS) == 3
 

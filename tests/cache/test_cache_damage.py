@@ -30,7 +30,7 @@ def warm(path, tokens=TOKENS, **settings):
     with open_cache(path, **settings) as cache:
         store(cache, tokens)
         assert cache.flush(WAIT_S, to="nvme")
-        slots = cache._link.stack.planner.state.residency.index.root.children
+        slots = cache.stack.planner.state.residency.index.root.children
         assert next(iter(slots.values())).slots[1].tolist() == list(range(len(tokens) // BLOCK_TOKENS))
 
 

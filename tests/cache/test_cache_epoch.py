@@ -181,7 +181,7 @@ def test_what_is_forgotten_while_it_is_read_is_no_checksum_failure(tmp_path, how
         store(cache, prompt(1, 2, 3))
     seams = Seams(wrap_tier=lambda tier: HangingTier(tier) if tier.verifies else tier)
     with open_cache(tmp_path, seams=seams) as cache:
-        tier = cache._link.stack.tiers[-1]
+        tier = cache.stack.tiers[-1]
         tier.hang("read")
         future = cache.load(cache.lookup(prompt(1, 2, 3)))
         assert tier.wait_hung()

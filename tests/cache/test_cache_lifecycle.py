@@ -222,7 +222,7 @@ def test_threads_and_memory_are_given_back():
     for _ in range(3):
         with open_cache(None) as cache:
             store(cache, TOKENS)
-            slab = weakref.ref(cache._link.stack.tiers[0])
+            slab = weakref.ref(cache.stack.tiers[0])
     del cache
     assert eventually(lambda: threading.active_count() <= before)
     gc.collect()

@@ -265,7 +265,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 QUICK = settings(
-    max_examples=40,
+    max_examples=25,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
