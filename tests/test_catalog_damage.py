@@ -194,16 +194,14 @@ def test_a_check_that_dies_or_hangs_is_a_cold_start(
     store: tuple[Path, dict[int, int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, script in {
-        "dies": "#!/bin/sh\nkill -SEGV $$\n",
-        "hangs": "#!/bin/sh\nexec sleep 60\n",
-        "gone": None,
+        "dies": "#!/bin/sh\necho ready\nkill -SEGV $$\n",
+        "hangs": "#!/bin/sh\necho ready\nexec sleep 60\n",
     }.items():
         path = damaged(store, tmp_path, name)
         (path / "clean").unlink()
         program = tmp_path / f"{name}.sh"
-        if script is not None:
-            program.write_text(script)
-            program.chmod(0o755)
+        program.write_text(script)
+        program.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(program))
         monkeypatch.setattr(tiercache.catalog_check, "COPY_LIMIT_S", 0.3)
         begun = time.monotonic()
@@ -224,6 +222,25 @@ def test_no_space_for_the_copy_is_a_config_error_and_loses_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(program))
         with pytest.raises(ConfigError, match="bytes"):
+            Rig(path, CAPACITY)
+    assert open_and_compare(path, store[1]) == len(store[1])
+
+
+@pytest.mark.parametrize(
+    "script", ["#!/bin/sh\necho no such module >&2; exit 1\n", None], ids=["cannot load", "missing"]
+)
+def test_a_check_that_cannot_run_is_a_config_error_and_loses_nothing(
+    store: tuple[Path, dict[int, int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None
+) -> None:
+    path = damaged(store, tmp_path)
+    (path / "clean").unlink()
+    program = tmp_path / "python"
+    if script is not None:
+        program.write_text(script)
+        program.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(program))
+        with pytest.raises(ConfigError, match="catalog_copy"):
             Rig(path, CAPACITY)
     assert open_and_compare(path, store[1]) == len(store[1])
 

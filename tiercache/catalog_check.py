@@ -18,7 +18,7 @@ from pathlib import Path
 
 import xxhash
 
-from tiercache.catalog_rows import DISK_FULL, OTHER_FORMAT, DamagedCatalogError, used_nbytes
+from tiercache.catalog_rows import DISK_FULL, OTHER_FORMAT, READY, DamagedCatalogError, used_nbytes
 from tiercache.directory import StoreDirectory, sync_directory, write_durably
 from tiercache.errors import ConfigError, FormatVersionError
 
@@ -92,7 +92,7 @@ def checked_copy(source: Path, target: Path, limit_s: float | None = None) -> di
     """Copy what is whole of `source` in a fresh interpreter, and count the records "kept" and "bad".
 
     DamagedCatalogError where that fails, dies or takes longer than `limit_s` (COPY_LIMIT_S); ConfigError where the disk
-    is full; FormatVersionError for another version's catalog.
+    is full, or the interpreter cannot run it at all; FormatVersionError for another version's catalog.
     """
     limit_s = COPY_LIMIT_S if limit_s is None else limit_s
     # -P and the path: the child finds what this process finds, and nothing in the current directory.
@@ -103,7 +103,7 @@ def checked_copy(source: Path, target: Path, limit_s: float | None = None) -> di
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
     except (OSError, ValueError) as e:
-        raise DamagedCatalogError(f"no process could be started to check it ({e})") from e
+        raise _no_check(source, f"no process could be started: {e}") from e
     try:
         out, err = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -121,13 +121,24 @@ def checked_copy(source: Path, target: Path, limit_s: float | None = None) -> di
     if child.returncode == OTHER_FORMAT:
         raise FormatVersionError(f"{source} was written in a format that this version does not know; nothing changed")
     if child.returncode != 0:
-        detail = err.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no message"]
-        raise DamagedCatalogError(f"the check ended with status {child.returncode}: {detail[0]}")
+        detail = (err.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no message"])[0]
+        if not out.startswith(READY.encode()):
+            raise _no_check(source, f"status {child.returncode}: {detail}")
+        raise DamagedCatalogError(f"the check ended with status {child.returncode}: {detail}")
     try:
-        counts = json.loads(out)
+        counts = json.loads(out.removeprefix(READY.encode()))
         return {"kept": int(counts["kept"]), "bad": int(counts["bad"])}
     except (ValueError, KeyError, TypeError):
         raise DamagedCatalogError(f"the check said {out[:80]!r}") from None
+
+
+def _no_check(source: Path, why: str) -> ConfigError:
+    """The check says nothing of the catalog, for it did not begin: keep the catalog."""
+    remedy = (
+        f"after an unclean stop `{sys.executable} -m tiercache.catalog_copy` must be able to run ({why}); nothing was "
+        f"changed: mend that, or remove the directory to start cold"
+    )
+    return ConfigError("path", str(source.parent.parent), remedy)
 
 
 def marker_holds(directory: StoreDirectory) -> bool:

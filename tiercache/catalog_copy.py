@@ -1,8 +1,9 @@
 """Copy a catalog record by record, in a process of its own: `python -m tiercache.catalog_copy SRC DST SECONDS`.
 
 After an unclean stop nobody knows what LMDB would do with the file: it may die of a signal, or never come back. Here it
-may. Only records that are whole, under their own key, reach the copy, whose B-trees are new. Exit status 0: one line of
-JSON says how many records were kept and dropped. 3: unreadable. 4: no space for the copy. 5: another format version.
+may. Only records that are whole, under their own key, reach the copy, whose B-trees are new. The first line it prints
+says that it could be loaded. Exit status 0: one more line, of JSON, says how many records were kept and dropped. 3:
+unreadable. 4: no space for the copy. 5: another format version.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tiercache.catalog_rows import (
     DAMAGED,
     DISK_FULL,
     OTHER_FORMAT,
+    READY,
     Change,
     DamagedCatalogError,
     RowStore,
@@ -68,6 +70,7 @@ def copy(source: Path, target: Path) -> dict[str, int]:
 def main(arguments: list[str]) -> int:
     """Run `copy` with a time limit that holds although the starter is gone."""
     source, target, seconds = arguments
+    print(READY, flush=True)
     signal.setitimer(signal.ITIMER_REAL, float(seconds))
     try:
         counts = copy(Path(source), Path(target))

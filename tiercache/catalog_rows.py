@@ -30,6 +30,7 @@ __all__ = [
     "DAMAGED",
     "DISK_FULL",
     "OTHER_FORMAT",
+    "READY",
     "RECORD_SLOTS",
     "ROW",
     "Change",
@@ -64,6 +65,8 @@ DAMAGED: Final = 3
 """Exit status of `catalog_copy`, like the next two."""
 DISK_FULL: Final = 4
 OTHER_FORMAT: Final = 5
+READY: Final = "ready"
+"""The first line that `catalog_copy` prints: it could be loaded, what follows is about the file."""
 _SYMBOL_NBYTES_MAX: Final = 4064
 """Of the symbols in a record: with its frame and LMDB's page header it just fits one page of 4 KiB."""
 _CRC_NBYTES = 8

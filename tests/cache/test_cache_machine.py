@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache_kit import BLOCK_TOKENS, LAYOUT, WAIT_S, bits, is_clean, open_cache
+from cache_kit import BLOCK_TOKENS, LAYOUT, WAIT_S, bits, crash_image, is_clean, open_cache
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
@@ -29,6 +29,9 @@ def tokens_of(parts, tail=0):
 class CacheMachine(RuleBasedStateMachine):
     """See the module."""
 
+    crashes = False
+    """Whether it also goes on from copies of the directory, which costs a process each time."""
+
     futures = Bundle("futures")
     loadeds = Bundle("loadeds")
     matches = Bundle("matches")
@@ -42,9 +45,9 @@ class CacheMachine(RuleBasedStateMachine):
         write_after=st.sampled_from([None, 0.0, 0.003]),
     )
     def start(self, hbm, dram, nvme, exclusive, write_after):
-        self.place = Path(tempfile.mkdtemp(prefix="tiercache-machine-"))
+        self.lives = [Path(tempfile.mkdtemp(prefix="tiercache-machine-"))]
         self.config = {
-            "path": self.place if nvme else None,
+            "path": self.lives[0] if nvme else None,
             "hbm_slots": hbm,
             "dram_slots": dram,
             "nvme_slots": nvme,
@@ -200,7 +203,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
-    @rule(what=st.sampled_from(["flush", "flush", "flush_nvme", "flush_nvme", "reopen", "collect", "bump_epoch"]))
+    @rule(
+        what=st.sampled_from(["flush", "flush", "flush_nvme", "flush_nvme", "reopen", "collect", "bump_epoch", "crash"])
+    )
     def rarely(self, what):
         getattr(self, f"_{what}")()
 
@@ -225,6 +230,22 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = open_cache(**self.config)
         for tokens in self.model.prompts():
             assert self.cache.lookup(tokens).blocks <= self.model.longest(tokens)
+
+    def _crash(self):
+        """As after a kill, the directory as it is at this moment: all that was acknowledged is there, nothing else."""
+        if not self.crashes or self.config["path"] is None:
+            return
+        self._let_go()
+        acknowledged = self.cache.flush(WAIT_S, to="nvme")
+        self.lives.append(crash_image(self.config["path"], Path(tempfile.mkdtemp(prefix="tiercache-machine-"))))
+        prompts = list(self.model.prompts())
+        before = [self.cache.lookup(tokens).blocks for tokens in prompts]
+        self.cache.close()
+        self.config["path"] = self.lives[-1]
+        self.cache = open_cache(**self.config)
+        after = [self.cache.lookup(tokens).blocks for tokens in prompts]
+        assert after == before if acknowledged else all(a <= b for a, b in zip(after, before, strict=True))
+        self.tickets.clear()
 
     def _bump_epoch(self):
         self.model = CacheModel(BLOCK_TOKENS)
@@ -261,7 +282,14 @@ class CacheMachine(RuleBasedStateMachine):
             assert all(tier.checksum_failures == tier.io_errors == 0 for tier in stats.tiers)
         finally:
             self.cache.close()
-            shutil.rmtree(self.place)
+            for place in self.lives:
+                shutil.rmtree(place)
+
+
+class CrashingMachine(CacheMachine):
+    """The same, with kills."""
+
+    crashes = True
 
 
 QUICK = settings(
@@ -272,7 +300,7 @@ QUICK = settings(
     print_blob=True,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )
-LONG = settings(QUICK, max_examples=600, stateful_step_count=60)
+LONG = settings(QUICK, max_examples=300, stateful_step_count=60)
 
 
 class TestCacheMachine(CacheMachine.TestCase):
@@ -281,5 +309,5 @@ class TestCacheMachine(CacheMachine.TestCase):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-class TestCacheMachineLong(CacheMachine.TestCase):
+class TestCacheMachineLong(CrashingMachine.TestCase):
     settings = LONG

@@ -140,41 +140,46 @@ def test_a_hit_from_a_slow_level_keeps_the_path_young_there():
     assert bench.lookup("efgh").blocks == 2
 
 
-def test_touch_counts_and_tells_nvme():
-    bench = Bench(dram(4), nvme(8))
+def test_touch_counts_the_whole_path_and_tells_nvme():
+    bench = Bench(dram(8), nvme(16))
     on_nvme(bench, "abcd")
+    on_nvme(bench, "abxy")
     bench.messages.clear()
     bench.now = 2000.0
     assert bench.touch("abcz") == 3
     (note,) = bench.messages
     slots = [bench.where()["abc"[: i + 1]][1][0] for i in range(3)]
-    assert note.slots.tolist() == slots and (note.last_use == 2000.0).all() and note.uses.tolist() == [2, 2, 2]
+    assert note.slots.tolist() == slots and (note.last_use == 2000.0).all() and note.uses.tolist() == [3, 3, 2]
+    assert [bench.last_use(prompt) for prompt in ("a", "ab", "abc", "abcd")] == [2000.0] * 3 + [1000.0]
 
 
-def test_an_nvme_leaf_takes_along_what_lives_under_it_in_dram_only():
-    bench = Bench(dram(4), nvme(4))
-    on_nvme(bench, "abcd")
-    bench.now += 1
-    bench.stored("abcde", 4)
-    bench.now += 1
-    bench.stored("xy")
-    bench.drain()
-    bench.deliver_all()
-    assert bench.residents(1) >= {"x", "xy"}
-    assert bench.lookup("abcde").blocks == 2 and "abcde" not in bench.where()
-    bench.check()
-
-
-def test_an_nvme_leaf_is_passed_over_while_what_lives_under_it_is_in_use():
-    bench = Bench(dram(4), nvme(8))
+def under_nvme_only(bench):
+    """P of four blocks on NVMe only, as cold as can be, and a partial tail under it in DRAM only."""
     on_nvme(bench, "abcd")
     bench.now += 1
     on_nvme(bench, "wxyz")
     bench.now += 1
     bench.stored("abcdE", 4)
+    bench.hint("abcdE")
+    assert bench.lookup("abcdE").by_level == (1, 4)
+
+
+def test_an_nvme_leaf_takes_along_what_lives_under_it_in_dram_only():
+    bench = Bench(dram(4), nvme(8))
+    under_nvme_only(bench)
+    assert bench.planner.room.free(1, 1) == 1
+    bench.take()
+    bench.check()
+    assert "abcdE" not in bench.where() and "abcd" not in bench.where()
+    assert bench.lookup("abcdE").by_level == (0, 3)
+    bench.finish()
+
+
+def test_an_nvme_leaf_is_passed_over_while_what_lives_under_it_is_in_use():
+    bench = Bench(dram(4), nvme(8))
+    under_nvme_only(bench)
     (above, below) = bench.pin("abcdE")
     bench.unpin([below])
-    bench.hint("abcdE")
     bench.stored("m")
     bench.drain()
     bench.deliver_all()

@@ -381,6 +381,24 @@ def test_what_lies_behind_a_hole_does_not_hold_up_other_writes():
     bench.finish()
 
 
+def test_a_block_behind_a_hole_is_never_written_and_is_the_first_to_be_dropped():
+    bench = Bench(dram(4), nvme(16), exclusive=False)
+    on_nvme(bench, "abcd", "wxyz")
+    bench.stored("abcde", 4)
+    bench.corrupt(bench.where()["ab"][1][0])
+    bench.load("abcd", out=True)
+    bench.deliver(bench.job("load").id)
+    bench.deliver(bench.job("write").id, False, "cancelled")
+    assert bench.lookup("abcde").blocks == 1 and bench.levels_of("abcde") == ["dram"]
+    bench.drain()
+    assert bench.jobs() == [] and not bench.state.unwritten, "given up, not waited for"
+    bench.now += 1
+    assert bench.stored("mnop").accepted == 4
+    assert "abcde" not in bench.where()
+    assert bench.planner.level_counters()[0].dropped_in_place == 1
+    bench.finish()
+
+
 def test_a_bad_block_in_dram_is_a_miss_and_a_store_heals_it():
     bench = Bench(dram(8))
     bench.stored("abc")

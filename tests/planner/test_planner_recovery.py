@@ -109,6 +109,7 @@ def by_hand(blocks):
 
 def test_recovered_blocks_go_by_last_use_then_leaf_first():
     blocks = {"a": 30.0, "ab": 30.0, "abc": 30.0, "abd": 10.0, "x": 20.0, "xy": 20.0, "p": 5.0, "pq": 5.0, "ps": 4.0}
+    blocks |= {"r": 1.0, "t": 1.0, "tu": 1.0}
     recovered = by_hand(blocks)
     prompts = sorted(blocks, key=lambda prompt: (len(prompt), prompt))
     bench = Bench(dram(16), nvme(len(blocks)), recovered=recovered)
@@ -118,14 +119,14 @@ def test_recovered_blocks_go_by_last_use_then_leaf_first():
     bench.content[1] = [(b"epoch-0", prompt) for prompt in prompts]
     assert bench.planner.totals().recovered_forgotten == 3
     gone = []
-    for letter in "123456789":
+    for letter in "0123456789XY".lower():
         bench.stored(letter)
         bench.messages.clear()
         bench.drain()
         bench.deliver_all()
         gone += [prompts[slot] for m in bench.messages if isinstance(m, Forget) for slot in m.slots.tolist()]
         bench.check()
-    assert gone == ["ps", "pq", "p", "abd", "xy", "x", "abc", "ab", "a"]
+    assert gone == ["tu", "r", "t", "ps", "pq", "p", "abd", "xy", "x", "abc", "ab", "a"]
 
 
 def test_nothing_to_recover():

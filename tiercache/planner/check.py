@@ -143,6 +143,8 @@ def _check_credits(state: PlannerState, loads: Loads) -> Iterator[str]:
             continue
         if flight.delayed:
             delayed[job.src_level] += job.n
+            if flight.expedited == (job.id in state.delayed[job.src_level]):
+                yield f"job {job.id} waits and was told to start, or neither"
             hastened[job.src_level] += job.n * flight.expedited
             continue
         jobs[slower] += 1

@@ -171,16 +171,13 @@ class Demotion:
     def _expedite(self, level: int, want: int) -> int:
         """Let delayed writes out of `level` start now, oldest first, until they cover `want` blocks; how many do."""
         chosen, covered = [], 0
-        credit = self.state.credits[level]
-        if credit.delayed == credit.hastened:
-            return 0
-        for job_id, flight in self.state.jobs.items():
+        for job_id, flight in self.state.delayed[level].items():
             if covered >= want:
                 break
-            if flight.delayed and not flight.expedited and not flight.overdue and flight.job.src_level == level:
-                self.state.hasten(flight)
-                chosen.append(job_id)
-                covered += flight.job.n
+            chosen.append(job_id)
+            covered += flight.job.n
+        for job_id in chosen:
+            self.state.hasten(self.state.jobs[job_id])
         if chosen:
             self.state.outbox.append(Expedite(tuple(chosen)))
         return covered

@@ -226,6 +226,8 @@ class Loads:
 
     def _lacks(self, load: Load, segment: _Segment, lacking: set[tuple[str, int]]) -> set[tuple[str, int]]:
         """Ends for which there are no credits, or for which an older load waits."""
+        if ("out", segment.source) in lacking:
+            return {("out", segment.source)}
         state, ends = self.state, {("out", segment.source): len(segment.src)}
         if not load.endpoint:
             ends["in", 0] = len(segment.dst)
@@ -262,8 +264,11 @@ class Loads:
     def fail_offline(self) -> list[Load]:
         """Queued segments are not loaded any more from levels that went offline. Returns loads that are done by it."""
         changed: list[Load] = []
+        given_up = {level for level in range(len(self.state.specs)) if self.state.is_given_up(level)}
+        if not given_up:
+            return []
         for load in self._queue:
-            lost = [each for each in load.segments if self.state.is_given_up(each.source)]
+            lost = [each for each in load.segments if each.source in given_up]
             for segment in lost:
                 self._drop_segment(load, segment)
             if lost:

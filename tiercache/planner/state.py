@@ -122,6 +122,8 @@ class PlannerState:
     counters: list[LevelCounters] = field(init=False)
     read_rate: list[float | None] = field(init=False)
     """Bytes per second of loads from each level, exponentially averaged; None: nothing seen yet."""
+    delayed: list[dict[int, Flight]] = field(init=False)
+    """Per level, the delayed writes out of it that were not told to start, oldest first."""
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
@@ -132,6 +134,7 @@ class PlannerState:
         self.credits = [Credits() for _ in range(n)]
         self.counters = [LevelCounters() for _ in range(n)]
         self.read_rate = [None] * n
+        self.delayed = [{} for _ in range(n)]
 
     @property
     def specs(self) -> Sequence[LevelSpec]:
@@ -235,6 +238,8 @@ class PlannerState:
         )
         flight = Flight(job, delayed=delay_s is not None, owner=owner, rows_at=rows_at)
         self.jobs[job.id] = flight
+        if flight.delayed:
+            self.delayed[job.src_level][job.id] = flight
         self._spend(flight, 1)
         for level, slots in self.ends(job):
             self.residency.pin(level, slots)
@@ -263,6 +268,7 @@ class PlannerState:
     def hasten(self, flight: Flight) -> None:
         """A delayed job is told not to wait."""
         flight.expedited = True
+        del self.delayed[flight.job.src_level][flight.job.id]
         self.credits[flight.job.src_level].hastened += flight.job.n
 
     @staticmethod
@@ -285,6 +291,8 @@ class PlannerState:
     def _spend(self, flight: Flight, sign: int) -> None:
         job = flight.job
         if flight.delayed:
+            if sign < 0:
+                self.delayed[job.src_level].pop(job.id, None)
             self.credits[job.src_level].delayed += sign * job.n
             self.credits[job.src_level].hastened += sign * job.n * flight.expedited
             return
