@@ -1,6 +1,8 @@
 """Orders that random search does not find: the mover's messages take effect when the test says so."""
 
 import threading
+import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -65,6 +67,26 @@ def test_when_the_joined_copy_fails_both_loads_end_with_what_there_is(tmp_path):
         assert cache.lookup(TOKENS).blocks == 0, "they were found wrong"
         assert store(cache, TOKENS).accepted == 3
         assert read(cache, TOKENS) == 3
+        assert is_clean(cache)
+
+
+def test_a_load_that_is_done_before_the_call_returns_is_completed_once(tmp_path):
+    warm(tmp_path, TOKENS)
+    with open_cache(tmp_path) as cache:
+        link, planning = cache._link, cache._link.planning
+
+        @contextmanager
+        def slow_to_return():
+            with planning() as stack:
+                yield stack
+            time.sleep(0.05)
+
+        link.planning = slow_to_return
+        out = np.zeros((3, *LAYOUT.block_shape), dtype=np.float32)
+        for into in (None, out, None):
+            with cache.load(cache.lookup(TOKENS), out=into).result(WAIT_S) as loaded:
+                assert bits(loaded.blocks) == bits(blocks_of(TOKENS))
+        link.planning = planning
         assert is_clean(cache)
 
 

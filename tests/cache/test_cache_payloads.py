@@ -498,6 +498,25 @@ def test_prefetch_brings_blocks_up_and_holds_none(tmp_path):
         assert is_clean(cache)
 
 
+def test_any_number_of_requests_may_hold_one_prefix():
+    with open_cache(None, dram_slots=8) as cache:
+        store(cache, TOKENS[:12])
+        store(cache, prompt(20, 21, 22))
+        held = [cache.load(cache.lookup(TOKENS)).result(WAIT_S) for _ in range(6)]
+        pins = [cache.pin(cache.lookup(TOKENS)) for _ in range(6)]
+        assert [loaded.block_count for loaded in held] == [pin.blocks for pin in pins] == [3] * 6
+        with cache.load(cache.lookup(prompt(20, 21, 22))).result(WAIT_S) as loaded:
+            assert loaded.block_count == 1, "at most half of a tier is held"
+        for each in held:
+            assert bits(each.blocks) == bits(blocks_of(TOKENS)[:3])
+            each.release()
+        assert cache.check() == []
+        for pin in pins:
+            cache.unpin(pin)
+        assert read(cache, prompt(20, 21, 22)) == 3
+        assert is_clean(cache)
+
+
 def test_pins_keep_blocks_where_they_are(tmp_path):
     with open_cache(None, dram_slots=8) as cache:
         store(cache, TOKENS[:12])
@@ -508,7 +527,10 @@ def test_pins_keep_blocks_where_they_are(tmp_path):
             assert cache.check() == []
         assert read(cache, TOKENS) in (1, 3)
         assert cache.lookup(TOKENS).blocks == 3
-        assert cache.pin(cache.lookup(TOKENS)).blocks == 1, "at most half of a tier is held"
+        other = next(part for part in range(39, 20, -1) if cache.lookup(prompt(part)).blocks)
+        second = cache.pin(cache.lookup(prompt(other, other + 50)))
+        assert second.blocks == 1, "at most half of a tier is held"
+        cache.unpin(second)
         cache.unpin(pin)
         cache.unpin(pin)
         assert "ended" in repr(pin)

@@ -56,6 +56,21 @@ def symbols_of(prompt: str, width: int = WIDTH) -> bytes:
     return b"".join(struct.pack("<i", ord(letter)) * (width // 4) for letter in prompt)
 
 
+def recovered_of(last_use: dict[str, float], epoch: bytes = b"epoch-0", forgotten: int = 0) -> Recovered:
+    """What a restart finds of these prompts' last blocks, in slots 0, 1, ...; shorter ones come first."""
+    prompts = sorted(last_use, key=lambda prompt: (len(prompt), prompt))
+    root = root_ident(NAMESPACE, epoch)
+    return Recovered(
+        np.arange(len(prompts), dtype=np.int32),
+        np.array([prompts.index(prompt[:-1]) if prompt[:-1] else ROOT for prompt in prompts], dtype=np.int64),
+        np.array([chain_idents(symbols_of(prompt), WIDTH, root)[-1] for prompt in prompts], dtype=np.uint64),
+        b"".join(symbols_of(prompt[-1]) for prompt in prompts),
+        np.array([last_use[prompt] for prompt in prompts], dtype=np.float64),
+        np.ones(len(prompts), dtype=np.uint32),
+        forgotten=forgotten,
+    )
+
+
 class Running:
     """A job that was submitted and not delivered."""
 
@@ -138,6 +153,15 @@ class Bench:
 
     def tokens_of(self, prompt: str) -> list[Token]:
         return [(self.epoch, prompt[: i + 1]) for i in range(len(prompt))]
+
+    @classmethod
+    def holding(cls, last_use: dict[str, float], *specs, **options):
+        """A bench just opened, whose persistent level holds these prompts' last blocks (see `recovered_of`)."""
+        bench = cls(*specs, recovered=recovered_of(last_use), **options)
+        for slot, prompt in enumerate(sorted(last_use, key=lambda prompt: (len(prompt), prompt))):
+            bench.encode(prompt)
+            bench.claims[slot] = bench.content[bench.persistent][slot] = (bench.epoch, prompt)
+        return bench
 
     # -- verbs ------------------------------------------------------------------------------------------------------
 
@@ -517,10 +541,13 @@ class Bench:
             assert written_out[level] <= bound, f"{spec.name}: {written_out[level]} blocks written out, bound {bound}"
             assert jobs[level] <= limits.jobs, f"{spec.name}: {jobs[level]} jobs"
             assert delayed[level] <= spec.capacity // 2, f"{spec.name}: {delayed[level]} blocks delayed"
-        held = sum(len(load.slots) for load, _ in self.loads.values())
-        explicit = [sum(len(slots) for pin in self.pins for at, slots in pin if at == level) for level in levels]
+        held: list[set[int]] = [set() for _ in levels]
+        for load, _ in self.loads.values():
+            held[0].update(load.slots.tolist())
+        for level, slots in itertools.chain.from_iterable(self.pins):
+            held[level].update(slots.tolist())
         for level, spec in enumerate(self.specs):
-            total = explicit[level] + (held if level == 0 else 0)
+            total = len(held[level])
             assert total <= limits.held_blocks(spec.capacity), f"{spec.name}: {total} blocks held"
         assert len(self.planner.loads._queue) <= limits.queued_loads
 

@@ -250,16 +250,21 @@ def test_a_prompt_longer_than_dram_is_stored_in_steps():
     assert bench.lookup(prompt).blocks == 20
 
 
-def test_holds_take_half_a_level_at_most():
+def test_holds_take_half_a_level_at_most_and_a_shared_block_counts_once():
     bench = Bench(dram(8))
-    bench.stored("abcdefgh")
-    loads = [bench.load("abc"), bench.load("abcdefgh"), bench.load("a")]
-    assert [load.blocks for load in loads] == [3, 1, 0]
-    assert bench.pin("abcdefgh") == []
-    bench.release_load(loads[0])
-    ((level, slots),) = bench.pin("abcdefgh")
-    assert level == 0 and len(slots) == 3
+    bench.stored("abcd")
+    bench.stored("wxyz")
+    loads = [bench.load("abc"), bench.load("abcd"), bench.load("a")]
+    assert [load.blocks for load in loads] == [3, 4, 1]
+    assert bench.load("wx").blocks == 0 and bench.pin("wxyz") == []
+    held = bench.pin("abcd")
+    assert [(level, len(slots)) for level, slots in held] == [(0, 4)]
+    bench.release_load(loads[1])
     bench.check()
+    assert bench.load("wx").blocks == 0, "the pin holds the fourth block"
+    bench.unpin(held)
+    assert bench.load("wx").blocks == 1
+    bench.finish()
 
 
 def test_a_pin_keeps_blocks_where_they_are_and_ends_once():

@@ -186,21 +186,37 @@ def test_lost_jobs_take_a_level_offline_until_they_return():
 
 
 def test_queued_loads_end_when_their_level_goes_offline():
-    bench = Bench(dram(8), nvme(16, pool_threads=2), limits=Limits(job_blocks=2))
-    for prompt in ("abcd", "stuvwxyz"):
-        for i in range(2, len(prompt) + 1, 2):
-            bench.stored(prompt[:i], i - 2)
-            bench.drain()
-            bench.deliver_all()
-        bench.now += 1
-    running, rows = bench.load("abcd", out=True), bench.load("abcd", out=True)
-    slots, joined = bench.load("ab"), bench.load("ab")
-    assert len(bench.jobs("load")) == 2
-    outcome = bench.overdue(bench.jobs("load")[0].id)
-    assert {id(load) for load in outcome.loads} >= {id(rows), id(slots), id(joined)} - {id(running)}
-    assert rows.done and slots.done and joined.done
-    assert (rows.blocks, slots.blocks, joined.blocks) == (0, 0, 0)
+    blocks = {prompt[: i + 1]: 1.0 for prompt in ("abcd", "efgh") for i in range(4)}
+    bench = Bench.holding(blocks, dram(16, pool_threads=4), nvme(16, pool_threads=2), limits=Limits(job_blocks=2))
+    running = bench.load("ab", out=True)
+    store = bench.store("mn")
+    slots, joined, rows = bench.load("ef"), bench.load("ef"), bench.load("abcd", out=True)
+    more = bench.load("efgh", out=True)
+    hung = bench.jobs("load")[0]
+    assert not slots.waiting and not joined.waiting, "no credits of level 0 are left"
+    ended = bench.overdue(hung.id).loads
+    assert running in ended and {slots.id, joined.id} <= {load.id for load in ended}
     bench.check()
+    bench.deliver_all()
+    assert all(load.done for load in (running, slots, joined, rows, more))
+    assert (running.blocks, slots.blocks, joined.blocks) == (0, 0, 0)
+    assert store.accepted == 2 and bench.lookup("abcd").blocks == 4, "nothing was lost but time"
+    bench.finish()
+
+
+def test_slots_reserved_for_loads_that_end_unread_are_free_again():
+    blocks = {prompt[: i + 1]: 1.0 for prompt in ("abcd", "efgh") for i in range(4)}
+    bench = Bench.holding(blocks, dram(32, pool_threads=4), nvme(16, pool_threads=2), limits=Limits(job_blocks=2))
+    first, second = bench.load("abcd", out=True), bench.load("efgh", out=True)
+    third = bench.load("efgh")
+    assert [job.n for job in bench.jobs("load")] == [2, 2] and len(second.segments) == 2
+    assert bench.states(0) == {"WRITING": 8, "FREE": 24}
+    jobs = bench.jobs("load")
+    assert bench.overdue(jobs[0].id).loads == [second, third]
+    assert bench.states(0) == {"LOST": 2, "WRITING": 2, "FREE": 28}
+    bench.check()
+    bench.deliver(jobs[1].id)
+    assert first.done and (first.blocks, second.blocks, third.blocks) == (0, 0, 0)
     bench.finish()
 
 

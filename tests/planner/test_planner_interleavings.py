@@ -199,13 +199,12 @@ def test_a_load_released_twice_is_released_once():
     bench = Bench(dram(4))
     bench.stored("ab")
     first, second = bench.load("ab"), bench.load("ab")
-    assert (first.blocks, second.blocks) == (2, 0)
+    assert (first.blocks, second.blocks) == (2, 2)
     bench.release_load(first)
-    third = bench.load("ab")
     bench.release_load(first)
-    assert bench.tables[0].pins.tolist().count(1) == 2
+    assert sorted(bench.tables[0].pins.tolist()) == [0, 0, 1, 1]
     bench.check()
-    bench.release_load(third)
+    bench.release_load(second)
     bench.finish()
 
 

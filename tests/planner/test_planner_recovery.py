@@ -5,9 +5,8 @@ import random
 
 import numpy as np
 import pytest
-from planner_kit import NAMESPACE, WIDTH, Bench, dram, hbm, nvme, symbols_of
+from planner_kit import WIDTH, Bench, dram, hbm, nvme, recovered_of
 
-from tiercache.keys import chain_idents, root_ident
 from tiercache.planner.state import Limits
 from tiercache.types import ROOT, Forget, Recovered
 
@@ -92,32 +91,11 @@ def test_runs_are_maximal_again():
     assert after.planner.totals().recovered == 10
 
 
-def by_hand(blocks):
-    """Recovered from prompt -> last use, in slots 0, 1, ..."""
-    prompts = sorted(blocks, key=lambda prompt: (len(prompt), prompt))
-    root = root_ident(NAMESPACE, b"epoch-0")
-    return Recovered(
-        np.arange(len(prompts), dtype=np.int32),
-        np.array([prompts.index(prompt[:-1]) if prompt[:-1] else ROOT for prompt in prompts], dtype=np.int64),
-        np.array([chain_idents(symbols_of(prompt), WIDTH, root)[-1] for prompt in prompts], dtype=np.uint64),
-        b"".join(symbols_of(prompt[-1]) for prompt in prompts),
-        np.array([blocks[prompt] for prompt in prompts], dtype=np.float64),
-        np.ones(len(prompts), dtype=np.uint32),
-        forgotten=3,
-    )
-
-
 def test_recovered_blocks_go_by_last_use_then_leaf_first():
     blocks = {"a": 30.0, "ab": 30.0, "abc": 30.0, "abd": 10.0, "x": 20.0, "xy": 20.0, "p": 5.0, "pq": 5.0, "ps": 4.0}
     blocks |= {"r": 1.0, "t": 1.0, "tu": 1.0}
-    recovered = by_hand(blocks)
+    bench = Bench.holding(blocks, dram(16), nvme(len(blocks)))
     prompts = sorted(blocks, key=lambda prompt: (len(prompt), prompt))
-    bench = Bench(dram(16), nvme(len(blocks)), recovered=recovered)
-    for prompt in blocks:
-        bench.encode(prompt)
-    bench.claims = {slot: (b"epoch-0", prompt) for slot, prompt in enumerate(prompts)}
-    bench.content[1] = [(b"epoch-0", prompt) for prompt in prompts]
-    assert bench.planner.totals().recovered_forgotten == 3
     gone = []
     for letter in "0123456789XY".lower():
         bench.stored(letter)
@@ -130,15 +108,18 @@ def test_recovered_blocks_go_by_last_use_then_leaf_first():
 
 
 def test_nothing_to_recover():
-    bench = Bench(dram(4), nvme(8), recovered=by_hand({}))
+    bench = Bench(dram(4), nvme(8), recovered=recovered_of({}, forgotten=3))
     assert bench.where() == {} and bench.planner.totals().recovered_forgotten == 3
     bench.stored("ab")
     bench.finish()
 
 
 def test_recovery_under_three_levels():
-    bench = Bench(hbm(4), dram(4), nvme(8), recovered=by_hand({"a": 1.0, "ab": 1.0}))
+    bench = Bench.holding({"a": 1.0, "ab": 1.0}, hbm(4), dram(4), nvme(8))
     assert bench.lookup("ab").by_level == (0, 0, 2)
+    load = bench.load("ab")
+    bench.finish()
+    assert load.done and bench.lookup("ab").by_level == (2, 0, 0)
 
 
 def test_released_blocks_are_claimed_with_a_finite_last_use():

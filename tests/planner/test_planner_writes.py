@@ -246,6 +246,22 @@ def test_flush_marks():
     bench.finish()
 
 
+def test_a_second_flush_does_not_end_the_first_one():
+    bench = Bench(dram(16), nvme(32), limits=Limits(job_blocks=1))
+    bench.stored("abcd")
+    bench.stored("pqrs")
+    bench.drain()
+    first = bench.planner.backlog()
+    assert not bench.planner.is_backlog_over(first)
+    bench.drain()
+    second = bench.planner.backlog()
+    assert not bench.planner.is_backlog_over(first) and not bench.planner.is_backlog_over(second)
+    bench.deliver_all()
+    assert bench.planner.is_backlog_over(first) and bench.planner.is_backlog_over(second)
+    assert bench.planner.lacking(bench.now) == 0
+    bench.finish()
+
+
 # -- loads ------------------------------------------------------------------------------------------------------------
 
 

@@ -288,6 +288,8 @@ class Mover:
         self._counters.add_level(running.level, overdue=1, lost=1)
         self._give_up(running)
         self._deliver(JobOverdue(running.job.id))
+        with self._idle:
+            self._idle.notify_all()
         if running.announced():
             self._finish(running)
 
@@ -324,7 +326,8 @@ class Mover:
         return self._counters.snapshot([len(queue) for queue in self._queues], delayed)
 
     def close(self, deadline_s: float) -> bool:
-        """End everything: no more jobs, queued ones fail with "closed", running ones are waited for.
+        """End everything: no more jobs, queued ones fail with "closed", running ones are waited for
+        (those that are overdue are not).
 
         At the deadline the jobs still running are announced as overdue and stay lost: the tiers they touch stay open
         and their memory mapped (`left_open`). Then comes the last commit (which has at least LAST_COMMIT_S), and the
@@ -344,7 +347,9 @@ class Mover:
         for running in waiting:
             self._expire("closed", running, only_waiting=True)
         with self._idle:
-            self._idle.wait_for(lambda: not self._live, max(0.0, end - time.monotonic()))
+            self._idle.wait_for(
+                lambda: all(running.overdue for running in self._live.values()), max(0.0, end - time.monotonic())
+            )
             self._closed = True
             late = list(self._live.values())
         for running in late:

@@ -135,7 +135,7 @@ def _closed(node: Node, level: int) -> bool:
 def _check_credits(state: PlannerState, loads: Loads) -> Iterator[str]:
     levels = range(len(state.specs))
     jobs, delayed, hastened, lost = [[0 for _ in levels] for _ in range(4)]
-    inbound, outbound, writes, held = [[0 for _ in levels] for _ in range(4)]
+    inbound, outbound, writes = [[0 for _ in levels] for _ in range(3)]
     for flight in state.jobs.values():
         job, slower = flight.job, max(flight.job.src_level, flight.job.dst_level)
         if flight.overdue:
@@ -155,10 +155,9 @@ def _check_credits(state: PlannerState, loads: Loads) -> Iterator[str]:
             inbound[job.dst_level] += job.n
         if job.also_slots is not None:
             inbound[job.also_level] += int((job.also_slots >= 0).sum())
-    for load in loads.open.values():
-        held[0] += len(load.slots)
-    for level, slots in state.pinned:
-        held[level] += len(slots)
+    holds = [np.zeros(spec.capacity, dtype=np.int32) for spec in state.specs]
+    for level, slots in [*((0, load.slots) for load in loads.open.values()), *state.pinned]:
+        holds[level][slots] += 1
     for level in levels:
         credit = state.credits[level]
         found = (credit.jobs, credit.delayed, credit.hastened, credit.lost_jobs)
@@ -166,7 +165,9 @@ def _check_credits(state: PlannerState, loads: Loads) -> Iterator[str]:
         if found != right:
             yield f"{state.specs[level].name}: credits {found}, in flight {right} (jobs, delayed, hastened, lost)"
         found_blocks = (credit.inbound, credit.outbound, credit.outbound_writes, credit.held)
-        right_blocks = (inbound[level], outbound[level], writes[level], held[level])
+        right_blocks = (inbound[level], outbound[level], writes[level], int((holds[level] > 0).sum()))
+        if (holds[level] != state.holds[level]).any():
+            yield f"{state.specs[level].name}: a slot counts other holds than there are"
         if found_blocks != right_blocks:
             name = state.specs[level].name
             yield f"{name}: credits {found_blocks}, in flight {right_blocks} (blocks in, out, of these written, held)"

@@ -234,7 +234,8 @@ class Planner:
         best = residency.best_level(residency.states(gathered), state.online_levels())
         held = []
         for level in range(residency.levels):
-            slots = gathered[level, best == level][: state.hold_room(level)].astype(np.int32)
+            slots = gathered[level, best == level].astype(np.int32)
+            slots = slots[: state.may_hold(level, slots)]
             if len(slots):
                 state.hold(level, slots)
                 held.append((level, slots))

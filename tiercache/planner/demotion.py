@@ -217,10 +217,10 @@ class Demotion:
         return credits_last, np.concatenate(waiting) if waiting else slots[:0]
 
     def queue_all(self) -> int:
-        """Queue every block without a readable copy in the last level, most recently used first."""
+        """Queue every block without a readable copy in the last level, most recently used first, behind what is queued
+        already. Returns how many blocks lack one. O(everything)."""
         state = self.state
         last = len(state.specs) - 1
-        state.unwritten.clear()
         found: list[tuple[float, int, Slots]] = []
         for node in state.residency.index.walk_nodes():
             lacking = self._lacking_in(node, last)

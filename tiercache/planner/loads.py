@@ -108,7 +108,7 @@ class Loads:
     def _to_level(self, path: Path, gathered: NDArray[np.int32], best: NDArray[np.int8], n: int) -> Load:
         """Into level 0: blocks there already are held, the others get slots and segments."""
         state, residency = self.state, self.state.residency
-        n = min(n, state.hold_room(0))
+        n = state.may_hold(0, gathered[0, :n])
         need = np.flatnonzero(gathered[0, :n] < 0)
         if len(need):
             got = self.demotion.make_room(0, len(need))

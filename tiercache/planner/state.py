@@ -69,7 +69,7 @@ class Credits:
     outbound_writes: int = 0
     """Of `outbound`, blocks being copied down."""
     held: int = 0
-    """Pins of loads, Loaded and explicit pins."""
+    """Blocks that loads, Loaded and explicit pins hold, each counted once."""
     delayed: int = 0
     """Source blocks of jobs that wait for `write_after`, or were told not to wait."""
     hastened: int = 0
@@ -118,6 +118,8 @@ class PlannerState:
     filler: NDArray[np.int64] = field(init=False)
     """Per slot of level 0 the job that fills it, 0: none."""
     breakers: list[Breaker] = field(init=False)
+    holds: list[NDArray[np.int32]] = field(init=False)
+    """Per level and slot: how many loads, Loaded and explicit pins hold it."""
     credits: list[Credits] = field(init=False)
     counters: list[LevelCounters] = field(init=False)
     read_rate: list[float | None] = field(init=False)
@@ -132,6 +134,7 @@ class PlannerState:
         self.filler = np.zeros(self.residency.specs[0].capacity, dtype=np.int64)
         self.breakers = [Breaker() for _ in range(n)]
         self.credits = [Credits() for _ in range(n)]
+        self.holds = [np.zeros(spec.capacity, dtype=np.int32) for spec in self.residency.specs]
         self.counters = [LevelCounters() for _ in range(n)]
         self.read_rate = [None] * n
         self.delayed = [{} for _ in range(n)]
@@ -318,19 +321,26 @@ class PlannerState:
 
     # -- holds --------------------------------------------------------------------------------------------------
 
-    def hold_room(self, level: int) -> int:
-        """Blocks that loads and pins may still hold in this level."""
-        return max(0, self.limits.held_blocks(self.specs[level].capacity) - self.credits[level].held)
+    def may_hold(self, level: int, slots: NDArray[np.int32]) -> int:
+        """How many of these, from the first, loads and pins may hold (-1: one that is yet to get a slot). What is held
+        already costs nothing: any number of requests may share one prefix."""
+        room = max(0, self.limits.held_blocks(self.specs[level].capacity) - self.credits[level].held)
+        if len(slots) <= room:
+            return len(slots)
+        more = (slots < 0) | (self.holds[level][slots] == 0)
+        return int(np.searchsorted(np.cumsum(more), room, side="right"))
 
     def hold(self, level: int, slots: Slots) -> None:
         """Pin for a load, a Loaded or an explicit pin."""
         self.residency.pin(level, slots)
-        self.credits[level].held += len(slots)
+        self.holds[level][slots] += 1
+        self.credits[level].held += int((self.holds[level][slots] == 1).sum())
 
     def let_go(self, level: int, slots: Slots) -> None:
         """End a hold."""
         self.residency.unpin(level, slots)
-        self.credits[level].held -= len(slots)
+        self.holds[level][slots] -= 1
+        self.credits[level].held -= int((self.holds[level][slots] == 0).sum())
 
     # -- slots that lose their block ----------------------------------------------------------------------------
 
