@@ -123,7 +123,8 @@ def plan(seed: int, durability: str) -> tuple[list[Op], int, random.Random]:
 def histories(report: Report, argument: dict[str, Any]) -> None:
     """Run one history per seed below `place`; report per seed what is wrong, and a few numbers.
 
-    Every third one goes on: from what the cut left, another session, cut while it opens or not long after.
+    Every third in which no slot was used twice goes on: from what the cut left, another session, cut while it opens or
+    not long after.
     """
     copy_inside()
     watch_everything()
@@ -134,7 +135,9 @@ def histories(report: Report, argument: dict[str, Any]) -> None:
         ops, at, rng = plan(seed, durability)
         history = History(base / "kv", base / "cut", at, rng)
         model = history.run(ops)
-        again = rng.random() < 0.33
+        # Where a slot was used twice, the cut may have left a claim whose bytes are another block's: a miss when it is
+        # read. Nobody reads it before the next close says what is on NVMe, so that would promise too much.
+        again = rng.random() < 0.33 and model.shape.roomy and not model.reused
         if again:
             ops = random_ops(rng, model.shape, 6)
             at = rng.randrange(1, 50)
