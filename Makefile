@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-slow lint types wheel clean
+.PHONY: help demo test test-slow campaign lint types wheel clean
 
 help:
 	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
 	@echo "make test       the test suite"
 	@echo "make test-slow  the tests marked slow (minutes)"
+	@echo "make campaign   10,000 power cuts (a quarter of an hour)"
 	@echo "make lint       ruff: lint and format"
 	@echo "make types      mypy --strict"
 	@echo "make wheel      build the wheel and smoke-test it in a clean venv"
@@ -34,6 +35,9 @@ test: $(VENV)/test.stamp
 
 test-slow: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m slow
+
+campaign: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -m campaign
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -8,6 +8,12 @@ import sys
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
+
+# "ci" (default): the same examples every time, so that a red run is about the change. "nightly": new ones.
+settings.register_profile("ci", derandomize=True, database=None)
+settings.register_profile("nightly", derandomize=False, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 try:
     import torch

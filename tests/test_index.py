@@ -13,7 +13,7 @@ from tiercache.keys import chain_idents
 from tiercache.slots import SlotTable
 
 WIDTHS = [8, 36, 64]
-QUICK = settings(max_examples=120, deadline=None, derandomize=True, database=None)
+QUICK = settings(max_examples=120, deadline=None)
 
 
 class Model:

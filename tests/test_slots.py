@@ -14,8 +14,6 @@ QUICK = settings(
     max_examples=40,
     stateful_step_count=40,
     deadline=None,
-    derandomize=True,
-    database=None,
     suppress_health_check=list(HealthCheck),
 )
 

@@ -54,9 +54,14 @@ def test_power_cuts(zygote: Zygote, place: Path, first: int) -> None:
     assert sum(facts["events"] >= facts["at"] for facts in found) >= 40  # cut in the middle of something
 
 
-@pytest.mark.slow
+MANY = [
+    pytest.param(first, marks=pytest.mark.slow if first < 2000 else pytest.mark.campaign)
+    for first in range(1000, 11000, 500)
+]
+
+
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize("first", range(1000, 11000, 500))
+@pytest.mark.parametrize("first", MANY)
 def test_many_power_cuts(zygote: Zygote, place: Path, first: int) -> None:
     assert wrong(histories(zygote, place, range(first, first + 500))) == []
 

@@ -16,14 +16,10 @@ QUICK = settings(
     max_examples=15,
     stateful_step_count=40,
     deadline=None,
-    derandomize=True,
-    database=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-LONG = settings(
-    QUICK, max_examples=300, stateful_step_count=60, derandomize=False, phases=[Phase.generate, Phase.shrink]
-)
+LONG = settings(QUICK, max_examples=300, stateful_step_count=60, phases=[Phase.generate, Phase.shrink])
 CHANCE = st.randoms(use_true_random=False)
 
 
