@@ -300,22 +300,6 @@ def test_a_wrong_layout_object_cannot_be_made() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fast", "slow", "exclusive"), [("2GiB", "10GiB", False), ("2GiB", "9.9GiB", True), ("2GiB", "1GiB", True)]
-)
-def test_exclusive_by_default_under_five_times(fast: str, slow: str, exclusive: bool) -> None:
-    assert _settings([f"dram:{fast}", f"nvme:/x:{slow}"]).is_exclusive(1) is exclusive
-    assert _settings([f"dram:{fast}", f"nvme:/x:{slow}"], exclusive=not exclusive).is_exclusive(1) is not exclusive
-
-
-def test_exclusive_is_per_pair_of_levels() -> None:
-    settings = _settings(["hbm:1GiB", "dram:2GiB", "nvme:/x:100GiB"])
-    assert [settings.is_exclusive(level) for level in (1, 2)] == [True, False]
-    for level in (0, 3):
-        with pytest.raises(ValueError, match="slow_level"):
-            settings.is_exclusive(level)
-
-
-@pytest.mark.parametrize(
     ("value", "loads", "stores"),
     [
         ("on", True, True),

@@ -310,15 +310,6 @@ class Settings:
         """False where the switch turns stores off."""
         return self.switch in ("on", "loads-off")
 
-    def is_exclusive(self, slow_level: int) -> bool:
-        """Whether a promotion out of `slow_level` (1 is the second tier) gives the copy there up."""
-        if not 0 < slow_level < len(self.tiers):
-            raise ValueError(f"slow_level = {slow_level}: 1 to {len(self.tiers) - 1} is needed")
-        if self.exclusive is not None:
-            return self.exclusive
-        fast, slow = self.tiers[slow_level - 1], self.tiers[slow_level]
-        return slow.size_nbytes < EXCLUSIVE_BELOW * fast.size_nbytes
-
 
 def _checked_tiers(tiers: Any) -> tuple[Tier, ...]:
     example = 'a list of tiers is needed, fastest first, such as ["dram:8GiB", "nvme:/mnt/kv:200GiB"]'

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from tiercache import config
 from tiercache.errors import ConfigError
 from tiercache.policy import LRU, POLICIES, Policy, make_policy
 
@@ -24,3 +25,7 @@ def test_lru_looks_at_the_last_use_only():
 def test_an_unknown_policy_is_refused_with_the_names_there_are():
     with pytest.raises(ConfigError, match="lru"):
         make_policy("marvellous")
+
+
+def test_the_settings_know_the_same_policies():
+    assert set(config.POLICIES) == set(POLICIES)

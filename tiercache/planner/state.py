@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tiercache.config import EXCLUSIVE_BELOW
 from tiercache.planner.backlog import Backlog
 from tiercache.planner.breaker import Breaker
 from tiercache.planner.counters import LevelCounters, PlannerCounters
@@ -173,7 +174,7 @@ class PlannerState:
         """Does a block that was promoted from `level` to `upper` leave `level`? By default where that is small."""
         if self.exclusive is not None:
             return self.exclusive
-        return self.specs[level].capacity < 5 * self.specs[upper].capacity
+        return self.specs[level].capacity < EXCLUSIVE_BELOW * self.specs[upper].capacity
 
     # -- jobs ---------------------------------------------------------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""See the modules of this package."""
+"""Traces, and their replay through the real cache or through its planner alone."""

@@ -1,1 +1,1 @@
-"""See the modules of this package."""
+"""Slot tiers: host memory, device memory, files. All behind the one interface in `base`."""
