@@ -102,6 +102,4 @@ def test_explain_tells_where_a_prompt_lies():
     (fresh,) = bench.planner.explain(*bench.encode("pq"), bench.now)
     assert (fresh.tiers, fresh.in_flight, fresh.uses) == (("dram",), ("nvme",), 1)
     assert bench.planner.words_shared(symbols, n, b"") == 8
-    assert not bench.planner.idle(drained=True)
     bench.finish()
-    assert bench.planner.idle(drained=True) and bench.planner.idle(drained=False)

@@ -211,12 +211,6 @@ class Planner:
         self.loads.pump()
         self.demotion.tend()
 
-    def hasten(self, now: float) -> None:
-        """Start all delayed writes, and tend."""
-        self.state.now = now
-        self.demotion.expedite_all()
-        self.tend(now)
-
     def drain(self, now: float) -> int:
         """Queue everything that the last level lacks, most reusable first, and start all delayed writes.
         Returns how many blocks were queued."""
@@ -327,12 +321,6 @@ class Planner:
             if len(holes):
                 dropped += self.room.take_away(node, int(holes[0]))
         return dropped
-
-    def idle(self, *, drained: bool) -> bool:
-        """Is no copy under way? With `drained`, also no delayed write and no block queued for writing."""
-        if drained:
-            return not self.state.jobs and not self.state.unwritten
-        return all(flight.delayed for flight in self.state.jobs.values())
 
     def under_way(self) -> UnderWay:
         """What is being copied now (delayed writes are not), for `is_over`."""
