@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-slow campaign lint types wheel clean
+.PHONY: help demo test test-slow campaign bench lint types wheel clean
 
 help:
 	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
 	@echo "make test       the test suite"
 	@echo "make test-slow  the tests marked slow (minutes)"
 	@echo "make campaign   10,000 power cuts (a quarter of an hour)"
+	@echo "make bench      all benchmarks, about 12 minutes; QUICK=1: a few minutes; SMOKE=1: do they run?"
 	@echo "make lint       ruff: lint and format"
 	@echo "make types      mypy --strict"
 	@echo "make wheel      build the wheel and smoke-test it in a clean venv"
@@ -38,6 +39,15 @@ test-slow: $(VENV)/test.stamp
 
 campaign: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m campaign
+
+$(VENV)/bench.stamp: pyproject.toml | $(BIN)/python
+	$(PIP) install -e '.[bench]'
+	touch $@
+
+# BENCH_FLAGS: --bench-dir=DIR (where files go), --bench-trace=FILE, --bench-strict, -k lookup, ...
+BENCH_SCALE := $(if $(SMOKE),smoke --bench-no-results,$(if $(QUICK),quick,full))
+bench: $(VENV)/bench.stamp
+	$(BIN)/python -m pytest -q bench --bench-scale $(BENCH_SCALE) $(BENCH_FLAGS)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
