@@ -57,7 +57,7 @@ def open_cache(place: str | Path, shape: Shape, **options: Any) -> TieredKVCache
         shape.nvme * STRIDE,
         write_after_s=shape.write_after,
         durability=shape.durability,  # type: ignore[arg-type]
-        threads=2,
+        threads=options.pop("threads", 2),
     )
     tiers = [DRAM(shape.dram * STRIDE), disk]
     options["exclusive"] = not shape.roomy
@@ -189,7 +189,7 @@ class Model:
                 self.doubtful_epoch = tag.encode().hex()
             case ["store", path]:
                 self.stored.add(path)
-                if not self.shape.roomy:
+                if not self.shape.roomy and total_blocks(sorted(self.stored)) > self.shape.nvme:
                     self._lose_all()
             case ["load" | "out", _] if not self.shape.roomy:
                 self._lose_all()
@@ -238,13 +238,13 @@ def random_shape(rng: random.Random) -> Shape:
     )
 
 
-def random_ops(rng: random.Random, shape: Shape, n: int) -> list[Op]:
-    """n operations on an open cache, the opening first."""
+def random_ops(rng: random.Random, shape: Shape, n: int, churn: bool = False) -> list[Op]:
+    """n operations on an open cache, the opening first. With `churn` more is dropped for good, and slots used again."""
     ops: list[Op] = [["open", shape.as_json()]]
     for _ in range(n):
         kind = rng.choices(
             ["store", "load", "out", "flush", "wait", "sleep", "invalidate", "bump", "release", "reopen", "resize"],
-            [50, 8, 8, 14, 4, 8, 5, 2, 3, 4, 2],
+            [50, 8, 8, 14, 4, 8, 25 if churn else 5, 2, 3, 4, 2],
         )[0]
         path = rng.choice(UNIVERSE)
         if kind in ("store", "load", "out", "invalidate", "release"):

@@ -11,6 +11,7 @@ import os
 import shutil
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from random import Random
 
 from tiercache.tiers.fileio import OsFiles
 
-__all__ = ["PowerCut", "tear_lmdb"]
+__all__ = ["PowerCut", "tear_lmdb", "tear_unsynced"]
 
 SECTOR = 512
 """Bytes that a disk writes whole or not at all."""
@@ -39,17 +40,21 @@ class _Unsynced:
 class PowerCut(OsFiles):
     """`FileOps` over the directory `root`, which must exist; for small files, since old content is kept in memory.
 
-    Of files whose names begin with `tracked`, content is only as durable as `fdatasync` made it; all others are taken
-    for synced by whoever writes them (LMDB syncs its own). Names in a directory are as durable as `sync_directory` made
-    them, whatever the file. `watch(operation)` is called before and after each operation that changes something, while
-    nothing else changes; it may call `cut`.
+    Of files whose names begin with one of `tracked`, content is only as durable as `fdatasync` made it; all others are
+    taken for synced by whoever writes them (LMDB syncs its own). Names in a directory are as durable as
+    `sync_directory` made them, whatever the file. `watch(operation)` is called before and after each operation that
+    changes something, while nothing else changes; it may call `cut`.
     """
 
-    def __init__(self, root: Path, *, tracked: str = "slots-", watch: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, root: Path, *, tracked: Sequence[str] = ("slots-",), watch: Callable[[str], None] | None = None
+    ) -> None:
         self.root = root
         self.lock = threading.RLock()
         """Held during every operation. Whoever changes files by other means can keep cuts away with it."""
-        self._tracked = tracked
+        self.counters: Counter[str] = Counter()
+        """Cuts, and of what was unsynced then: sectors kept and lost, lengths lost, directories whose names were."""
+        self._tracked = tuple(tracked)
         self._watch = watch
         self._files: dict[int, _Unsynced] = {}
         self._names: dict[int, tuple[str, dict[str, int]]] = {}
@@ -79,10 +84,16 @@ class PowerCut(OsFiles):
             self._files.pop(os.fstat(fd).st_ino, None)
 
     def fallocate(self, fd: int, nbytes: int) -> None:
-        """See FileOps."""
+        """See FileOps. Only the length: a cut takes no room away, and real room would have to be cleared."""
         with self._changing("fallocate"):
             self._remember(fd, 0, 0)
-            super().fallocate(fd, nbytes)
+            if os.fstat(fd).st_size < nbytes:
+                super().ftruncate(fd, nbytes)
+
+    def size(self, fd: int) -> tuple[int, int]:
+        """See FileOps. All of a file's length counts as allocated."""
+        length, allocated = super().size(fd)
+        return length, max(length, allocated)
 
     def ftruncate(self, fd: int, nbytes: int) -> None:
         """See FileOps."""
@@ -101,6 +112,19 @@ class PowerCut(OsFiles):
             if Path(path).is_relative_to(self.root):
                 self._remember_names(Path(path))
 
+    # -- for code that calls `os` itself ------------------------------------------------------------------------
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        """As `os.write`."""
+        with self._changing("write"):
+            at = os.lseek(fd, 0, os.SEEK_CUR)
+            self._remember(fd, at, at + len(data))
+            return os.write(fd, data)
+
+    def fsync(self, fd: int) -> None:
+        """As `os.fsync`: of a file."""
+        self.fdatasync(fd)
+
     # -- the cut ------------------------------------------------------------------------------------------------
 
     def cut(self, target: Path, rng: Random, instead: Mapping[Path, bytes] | None = None) -> None:
@@ -109,6 +133,7 @@ class PowerCut(OsFiles):
         with self.lock:
             inodes = {path.stat().st_ino: data for path, data in (instead or {}).items()}
             lost = rng.choice([0.0, 0.1, 0.5, 1.0])
+            self.counters["cuts"] += 1
             self._copy_directory(self.root, target, rng, lost, inodes)
 
     def end(self) -> None:
@@ -120,6 +145,7 @@ class PowerCut(OsFiles):
         now = {entry.name: entry.stat().st_ino for entry in os.scandir(path)}
         name, synced = self._names.get(path.stat().st_ino, (path.name, {}))
         chosen = synced if name == path.name and rng.random() < 0.5 else now
+        self.counters["names_lost"] += chosen != now
         for entry, inode in chosen.items():
             present = path / entry
             if now.get(entry) == inode and present.is_dir():
@@ -134,8 +160,7 @@ class PowerCut(OsFiles):
                 _copy_sparse(source, target / entry)
                 self._take_from(target / entry, self._files.get(inode), rng, lost)
 
-    @staticmethod
-    def _take_from(path: Path, unsynced: _Unsynced | None, rng: Random, lost: float) -> None:
+    def _take_from(self, path: Path, unsynced: _Unsynced | None, rng: Random, lost: float) -> None:
         """Let a copy of a file lose some of what was not synced."""
         if unsynced is None:
             return
@@ -143,6 +168,7 @@ class PowerCut(OsFiles):
         is_cut_undone = unsynced.nbytes > nbytes and rng.random() < 0.5
         if is_cut_undone or (unsynced.nbytes < nbytes and rng.random() < 0.5):
             os.truncate(path, unsynced.nbytes)
+            self.counters["lengths_lost"] += 1
         length = path.stat().st_size
         with path.open("r+b") as file:
             for sector, old in unsynced.sectors.items():
@@ -150,6 +176,9 @@ class PowerCut(OsFiles):
                 if begin < length and (rng.random() < lost or begin >= nbytes):
                     file.seek(begin)
                     file.write(old[: length - begin])
+                    self.counters["sectors_lost"] += 1
+                else:
+                    self.counters["sectors_kept"] += 1
 
     # -- bookkeeping --------------------------------------------------------------------------------------------
 
@@ -200,6 +229,16 @@ def tear_lmdb(before: bytes, after: bytes, rng: Random) -> bytes:
     for begin in range(2 * page, len(after), page):
         if rng.random() < share:
             torn[begin : begin + page] = after[begin : begin + page]
+    return bytes(torn)
+
+
+def tear_unsynced(content: bytes, rng: Random, page: int = 4096) -> bytes:
+    """What a new file may be after a power cut if nothing of it was ever synced: pages and its length kept or lost."""
+    torn = bytearray(content[: rng.choice([0, len(content) // 2, len(content)])])
+    share = rng.choice([0.0, 0.5, 1.0])
+    for begin in range(0, len(torn), page):
+        if rng.random() >= share:
+            torn[begin : begin + page] = bytes(min(page, len(torn) - begin))
     return bytes(torn)
 
 
