@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def facts(bench_dir: Path) -> dict[str, Any]:
         "kernel": platform.release(),
         "filesystem": filesystem_type(bench_dir),
         "huge_pages": _first(r"\[(\w+)\]", "/sys/kernel/mm/transparent_hugepage/enabled"),
+        "switch_interval_s": sys.getswitchinterval(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "fio": _output("fio", "--version"),

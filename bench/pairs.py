@@ -5,6 +5,7 @@
 - Warm-up pairs come first and are not counted. What a call needs (a fresh array, say) is made outside the clock, for
   both sides alike. Results are checked outside the clock.
 - Garbage collection stays on, as it is for users; everything is collected once before the first pair.
+- Processor seconds of all threads are kept beside those of the clock: on a busy machine their ratio is steadier.
 - With several references (engines of fio) each runs in every pair; the one with the best median is the reference.
 """
 
@@ -56,6 +57,8 @@ class Figure:
     references_s: dict[str, Spread] = field(default_factory=dict)
     chosen: str = ""
     """Which of the references the value is against."""
+    cpu_ratio: float | None = None
+    """Processor seconds of the work / of the reference; None where they are not all in this process."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Sizes, and what else a reader should know."""
     verdict: str = ""
@@ -123,12 +126,18 @@ class _Round:
         self._number = 0
         self._result: Any = None
         self._times: dict[str, list[float]] = {name: [] for name in ("", *references)}
+        self._cpu: dict[str, list[float]] = {name: [] for name in self._times}
+        self._cpu_began = 0.0
+        self._outside = False
+        """Some call has timed itself, so it ran in another process."""
 
     def before(self) -> tuple[tuple[Any], dict[str, Any]]:
         """In even pairs the reference runs first."""
         if self._number % 2 == 0:
             self._run_references()
-        return (self._fresh(),), {}
+        argument = self._fresh()
+        self._cpu_began = time.process_time()
+        return (argument,), {}
 
     def timed(self, argument: Any) -> None:
         """What pytest-benchmark times."""
@@ -136,9 +145,10 @@ class _Round:
 
     def after(self, seconds: list[float]) -> None:
         """In odd pairs the reference runs last. `seconds`: what was timed until now, warm-up left out."""
+        cpu_s = time.process_time() - self._cpu_began
         result, self._result = self._result, None
         if seconds:
-            self._times[""].append(float(result) if isinstance(result, Seconds) else seconds[-1])
+            self._note("", result, seconds[-1], cpu_s)
         self._check(result)
         del result
         if self._number % 2:
@@ -149,10 +159,17 @@ class _Round:
     def _run_references(self) -> None:
         for name, reference in self._references.items():
             argument = self._fresh()
+            cpu_began = time.process_time()
             began = time.perf_counter()
             result = reference(argument)
             seconds = time.perf_counter() - began
-            self._times[name].append(float(result) if isinstance(result, Seconds) else seconds)
+            self._note(name, result, seconds, time.process_time() - cpu_began)
+
+    def _note(self, name: str, result: Any, seconds: float, cpu_s: float) -> None:
+        own_time = isinstance(result, Seconds)
+        self._outside |= own_time
+        self._times[name].append(float(result) if own_time else seconds)
+        self._cpu[name].append(cpu_s)
 
     def figure(self, row: Row, pairs: int, facts: dict[str, Any]) -> Figure:
         work = self._times.pop("")
@@ -162,5 +179,8 @@ class _Round:
         ratios = [a / b for a, b in zip(work, references[chosen], strict=True)]
         if row.measure == "share":
             ratios = [1 / each for each in ratios]
+        cpu_ratio = None
+        if not self._outside and (cpu_s := statistics.median(self._cpu[chosen][-pairs:])) > 0:
+            cpu_ratio = statistics.median(self._cpu[""]) / cpu_s
         spreads = {name: Spread.of(times) for name, times in references.items()}
-        return Figure(row, Spread.of(ratios), pairs, Spread.of(work), spreads, chosen, facts)
+        return Figure(row, Spread.of(ratios), pairs, Spread.of(work), spreads, chosen, cpu_ratio, facts)

@@ -39,7 +39,7 @@ EQUAL = "`np.array_equal` of two such arrays"
 PROMPT = "lookup of 131,072 int32 tokens (8,192 blocks), a fresh array each call, 2,000 other prompts in the tree"
 COMMIT = "lookup + plan_load + commit of 8,192 blocks, path of 64 nodes"
 EVICT = "the same with 10,000 resident"
-KIB = {64 << 10: "64 KiB", 256 << 10: "256 KiB", 1 << 20: "1 MiB", 2 << 20: "2 MiB"}
+SIZES = {64 << 10: "64 KiB", 256 << 10: "256 KiB", 1 << 20: "1 MiB", 2 << 20: "2 MiB"}
 
 
 def _lookup() -> list[Row]:
@@ -87,7 +87,126 @@ def _memory() -> list[Row]:
     ]
 
 
-ROWS: tuple[Row, ...] = (*_lookup(), *_commit(), *_eviction(), *_memory())
+def _dram() -> list[Row]:
+    copy, least = "memcpy of the same bytes by one thread", {256 << 10: 0.85, 2 << 20: 0.90}
+    rows = [
+        Row(
+            f"dram/{verb}/{nbytes}",
+            "dram",
+            f"DRAM {what}, blocks of {name}, 256 or more a call",
+            copy,
+            "share",
+            least.get(nbytes),
+            verb,
+            nbytes,
+        )
+        for verb, what in (("store", "store"), ("load", "load into the caller's rows"))
+        for nbytes, name in SIZES.items()
+    ]
+    latency = [
+        Row(f"dram/latency/{verb}/{pause}", "latency", f"DRAM {verb} of one block of 256 KiB, {how}", copy, "times")
+        for verb in ("store", "load")
+        for pause, how in (("busy", "one after the other"), ("idle", "after 1 ms of rest"))
+    ]
+    return [*rows, *latency]
+
+
+def _nvme() -> list[Row]:
+    fio = "fio, the better of psync jobs and io_uring, O_DIRECT, same depth and syncs"
+    return [
+        Row(
+            f"nvme/{verb}/{nbytes}/{depth}",
+            "nvme",
+            f"NVMe {what}, blocks of {SIZES[nbytes]}, {depth} deep",
+            fio,
+            "share",
+            0.80 if depth == 16 else None,
+            f"{what}, {SIZES[nbytes]}",
+            depth,
+        )
+        for verb, what in (("read", "verified read"), ("write", "durable write"))
+        for nbytes in (256 << 10, 2 << 20)
+        for depth in (4, 16)
+    ]
+
+
+def _reopen() -> list[Row]:
+    scan = "LMDB cursor scan of 1,000,000 records of 88 bytes"
+    rows = [
+        Row(
+            f"reopen/{blocks}/{stop}",
+            "reopen",
+            f"start to first bytes, {blocks:,} blocks in runs of 16, after {article} {stop} stop",
+            scan,
+            "times",
+            6.0 if stop == "clean" else None,
+            f"after {article} {stop} stop",
+            blocks,
+        )
+        for stop, article in (("clean", "a"), ("unclean", "an"))
+        for blocks in (100_000, 1_000_000)
+    ]
+    linear = Row("reopen/linear", "linear", "the same, 1,000,000 blocks", "100,000 blocks", "times", 12.0)
+    return [*rows, linear]
+
+
+def _threads() -> list[Row]:
+    what = {"lookup": "lookups of 8,192 tokens", "load": "loads of 1 MiB into own rows", "store": "stores of 1 MiB"}
+    return [
+        Row(
+            f"threads/{verb}/{threads}",
+            "threads",
+            f"{threads} threads, {what[verb]}, DRAM",
+            "as many of them by 1 thread",
+            "share",
+            0.9 if threads == 8 else None,
+            verb,
+            threads,
+        )
+        for verb in what
+        for threads in (2, 4, 8)
+    ]
+
+
+def _hardening() -> list[Row]:
+    raw = "the same slots read by as many threads through the tier alone, nothing verified"
+    process = "the same with durability=process (no data sync)"
+    return [
+        Row(
+            "hardening/verify", "hardening", "NVMe verified read, 256 KiB, 16 deep", raw, "times", None, "verified read"
+        ),
+        Row(
+            "hardening/checksum",
+            "hardening",
+            "checksums of 1,024 blocks of 256 KiB",
+            "memcpy of them",
+            "times",
+            None,
+            "checksum",
+        ),
+        Row(
+            "hardening/power",
+            "hardening",
+            "NVMe write, 256 KiB, 16 deep, durability=power",
+            process,
+            "times",
+            None,
+            "power",
+        ),
+    ]
+
+
+ROWS: tuple[Row, ...] = (
+    *_lookup(),
+    *_commit(),
+    *_dram(),
+    *_nvme(),
+    *_reopen(),
+    *_memory(),
+    *_eviction(),
+    *_threads(),
+    *_hardening(),
+)
 _BY_ID = {each.id: each for each in ROWS}
 
 

@@ -96,6 +96,8 @@ def headline(figure: Figure) -> str:
     if figure.work_s is not None and figure.chosen:
         reference = figure.references_s[figure.chosen].median
         text += f"; {figure.work_s.median * 1e3:.4g} ms against {reference * 1e3:.4g}"
+    if figure.cpu_ratio is not None:
+        text += f", cpu {figure.cpu_ratio:.3g}"
     return f"{text}: {figure.verdict.upper() if figure.verdict == 'not reached' else figure.verdict}"
 
 
