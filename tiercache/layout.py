@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.errors import ConfigError, LayoutError
+from tiercache.rows import copy_rows
 
 __all__ = ["DTYPES", "SLOT_ALIGNMENT", "Blocks", "CallerRows", "KVLayout", "Namespace"]
 
@@ -222,7 +223,7 @@ class CallerRows:
         j = i + len(payload)
         self._check_range(i, j)
         if self._bytes is not None:
-            self._bytes[i:j] = payload
+            copy_rows(self._bytes[i:j], payload)
             return
         target = self._array[i:j]
         if self._device:

@@ -8,6 +8,7 @@ import pytest
 from mover_kit import caller_rows, claims_of, eventually, idents_of, make_job, payload, slots, write_job
 
 from tiercache.mover import MemoryLedger
+from tiercache.mover.copier import MEMORY_PART_MAX_NBYTES
 from tiercache.testing import FaultyTier, WrappedTier
 from tiercache.tiers.dram import DRAMTier
 from tiercache.tiers.hbm import HBMTier
@@ -82,6 +83,31 @@ def test_between_memory_levels_many_parts(make_mover, inbox):
     stats = mover.stats().levels
     assert (stats[0].bytes_read, stats[1].bytes_written) == (n * nbytes, n * nbytes)
     assert (stats[1].blocks_ok, stats[0].blocks_ok) == (n, 0)
+
+
+@pytest.mark.parametrize(("n", "nbytes", "parts"), [
+    (1, 4096, 1),
+    (3, 1 << 20, 1),  # less than the smallest part
+    (8, 1 << 20, 2),
+    (9, 1 << 20, 2),
+    (40, 1 << 20, 3),  # two halves would be above the largest part
+    (3, 17 << 20, 3),  # never less than a block
+])  # fmt: skip
+def test_threads_share_a_copy_between_memories_evenly(make_mover, inbox, n, nbytes, parts):
+    calls = []
+
+    class Seen(WrappedTier):
+        def write(self, slots, rows):
+            calls.append(len(slots))
+            return super().write(slots, rows)
+
+    given = np.full((n, nbytes), 7, dtype=np.uint8)
+    mover = make_mover(Seen(DRAMTier(n, nbytes)), memory_threads=2)
+    mover.attach(1, caller_rows(given))
+    mover.submit([make_job(1, CALLER, range(n), 0, range(n), endpoint=1)])
+    assert inbox.result(1).ok.all()
+    assert len(calls) == parts and sum(calls) == n
+    assert max(calls) * nbytes <= max(nbytes, MEMORY_PART_MAX_NBYTES)
 
 
 @pytest.mark.parametrize("hidden", ["source", "destination", "both"])

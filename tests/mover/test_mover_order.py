@@ -67,20 +67,49 @@ def test_one_job_leaves_a_thread_for_another():
     assert len(queue) == 1
 
 
-def test_an_idle_thread_is_woken_for_a_job_at_its_limit():
+def waiting_threads(queue, n):
+    """Threads that wait for one part each, and what they found."""
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(queue.next_part()), daemon=True) for _ in range(n)]
+    for thread in threads:
+        thread.start()
+    assert eventually(lambda: len(queue._ready._waiters) == n)
+    return threads, found
+
+
+def test_a_push_wakes_as_many_threads_as_there_are_parts():
+    queue = PoolQueue()
+    threads, found = waiting_threads(queue, 3)
+    queue.push(running(1, "load", n=3))
+    for thread in threads:
+        thread.join(5)
+    assert sorted(part[1:] for part in found) == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_a_job_at_its_limit_wakes_nobody_and_another_job_does():
+    queue = PoolQueue()
+    threads, found = waiting_threads(queue, 3)
+    queue.push(running(1, "load", n=3, max_threads=1))
+    assert eventually(lambda: len(found) == 1)
+    time.sleep(0.05)
+    assert len(queue._ready._waiters) == 2
+    queue.push(running(2, "write", n=3, max_threads=2))
+    for thread in threads:
+        thread.join(5)
+    assert sorted(part[0].job.id for part in found) == [1, 2, 2]
+
+
+def test_the_thread_that_ends_a_part_takes_the_next_one_of_a_job_at_its_limit():
     queue = PoolQueue()
     job = running(1, "load", n=2, max_threads=1)
     queue.push(job)
-    assert queue.next_part()[0] is job
-    found = []
-    waiter = threading.Thread(target=lambda: found.append(queue.next_part()), daemon=True)
-    waiter.start()
-    waiter.join(0.05)
-    assert not found
+    assert queue.next_part()[1:] == (0, 1)
+    threads, found = waiting_threads(queue, 1)
     job.end_part()
-    queue.part_ended()
-    waiter.join(5)
-    assert found[0][1:] == (1, 2)
+    assert queue.next_part()[1:] == (1, 2)
+    queue.push(running(2, "load"))
+    threads[0].join(5)
+    assert found[0][0].job.id == 2
 
 
 def gate(make_mover, **options):

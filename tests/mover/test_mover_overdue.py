@@ -10,6 +10,7 @@ import pytest
 from mover_kit import caller_rows, claims_of, eventually, idents_of, make_job, payload, slots, write_job
 
 from tiercache.errors import CacheClosedError, WorkerThreadError
+from tiercache.mover.copier import MEMORY_PART_MIN_NBYTES
 from tiercache.testing import FaultyTier, HangingTier, WrappedTier
 from tiercache.tiers.dram import DRAMTier
 from tiercache.types import CALLER, JobOverdue, JobResult
@@ -270,6 +271,45 @@ def test_no_last_copy_begins_while_overdue_is_due(make_mover, inbox):
     assert inbox.of(1) == ["JobOverdue", "JobResult"]
     assert rows.puts == 1, "a last copy began after the deadline"
     assert sorted(rows.out.max(axis=1)) == [0, 5]
+
+
+class HalfSlowRows:
+    """Caller rows of which the second half can be held up, once a thread copies it."""
+
+    def __init__(self, rows):
+        self.rows = rows
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def take(self, begin, end):
+        if begin >= len(self.rows) // 2:
+            self.inside.set()
+            assert self.go_on.wait(10)
+        return self.rows[begin:end]
+
+
+@pytest.mark.parametrize("deadline_s", [0.1, 60.0])
+def test_one_half_of_a_split_copy_hangs(make_mover, inbox, deadline_s):
+    """The other half is copied meanwhile, but nothing is told, and nothing counts, before both threads are out."""
+    n, nbytes = 4, MEMORY_PART_MIN_NBYTES // 2
+    given = payload(n, nbytes)
+    tier = DRAMTier(n + 1, nbytes)
+    mover = make_mover(tier)
+    rows = HalfSlowRows(given)
+    mover.attach(1, rows)
+    mover.submit([make_job(1, CALLER, range(n), 0, range(n), endpoint=1, deadline_s=deadline_s)])
+    assert rows.inside.wait(5)
+    assert eventually(lambda: (tier.slab[: n // 2] == given[: n // 2]).all())
+    time.sleep(0.2)
+    assert inbox.of(1) == [] and not tier.slab[n // 2 :].any()
+    mover.attach(2, caller_rows(given))
+    mover.submit([make_job(2, CALLER, [0], 0, [n], endpoint=2)])
+    assert inbox.result(2).ok.all(), "the other thread serves other jobs"
+    rows.go_on.set()
+    late = deadline_s < 1.0
+    assert inbox.result(1).ok.tolist() == [not late] * n
+    assert inbox.of(1) == (["JobOverdue", "JobResult"] if late else ["JobResult"])
+    if not late:
+        assert (tier.slab[:n] == given).all()
 
 
 def test_the_result_never_overtakes_overdue(make_mover, inbox, dram, slow, given):

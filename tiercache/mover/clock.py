@@ -28,6 +28,7 @@ class Clock:
         self._order = itertools.count()
         self._heap: list[tuple[float, int, RunningJob, Callback]] = []
         self._sweep_at = 128
+        self._wakes_at = 0.0
         self._stopping = False
         self.thread = start_thread("clock", self._run)
 
@@ -39,7 +40,7 @@ class Clock:
                 heapq.heapify(self._heap)
                 self._sweep_at = max(128, 2 * len(self._heap))
             heapq.heappush(self._heap, (when, next(self._order), running, callback))
-            if self._heap[0][2] is running:
+            if when < self._wakes_at:
                 self._changed.notify()
 
     def stop(self) -> None:
@@ -57,7 +58,9 @@ class Clock:
                     if wait_s <= 0:
                         _, _, running, callback = heapq.heappop(self._heap)
                         return running, callback
-                self._changed.wait(min(wait_s, IDLE_WAIT_S))
+                wait_s = min(wait_s, IDLE_WAIT_S)
+                self._wakes_at = time.monotonic() + wait_s
+                self._changed.wait(wait_s)
             self._heap.clear()
             return None
 

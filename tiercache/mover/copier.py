@@ -17,8 +17,11 @@ from tiercache.types import CALLER, Bools, CopyJob, Slots
 
 __all__ = ["Copier", "Staging"]
 
-MEMORY_PART_NBYTES = 8 << 20
 IO_PART_NBYTES = 1 << 20
+MEMORY_PART_MIN_NBYTES = 4 << 20
+"""Less is copied sooner than a second thread wakes up."""
+MEMORY_PART_MAX_NBYTES = 16 << 20
+"""Bounds how long a last copy may hold up a JobOverdue."""
 
 
 class Staging:
@@ -51,10 +54,12 @@ class Copier:
         self._block_nbytes = tiers[0].block_nbytes
         self._stride = tiers[0].stride
 
-    def part_blocks(self, job: CopyJob) -> int:
-        """How many blocks of a job one thread copies at a time."""
-        slow = self._is_staged(job.src_level) or self._is_verifying(job.dst_level)
-        return max(1, (IO_PART_NBYTES if slow else MEMORY_PART_NBYTES) // self._stride)
+    def part_blocks(self, job: CopyJob, threads: int) -> int:
+        """How many blocks of a job one of `threads` threads copies at a time; those of memory share it evenly."""
+        if self._is_staged(job.src_level) or self._is_verifying(job.dst_level):
+            return max(1, IO_PART_NBYTES // self._stride)
+        least, most = MEMORY_PART_MIN_NBYTES // self._stride, MEMORY_PART_MAX_NBYTES // self._stride
+        return max(1, min(max(-(-job.n // threads), least), most))
 
     def run(self, running: RunningJob, begin: int, end: int, staging: Staging) -> None:
         """Copy blocks `begin` to `end` of a job; sets `running.ok`, and `running.checksums` for a persistent tier.
@@ -237,5 +242,7 @@ class Copier:
 
 def _stretches(chosen: Bools) -> list[tuple[int, int]]:
     """Bounds of the stretches of True."""
+    if chosen.all():
+        return [(0, len(chosen))]
     picked = np.flatnonzero(chosen)
     return [(int(picked[begin]), int(picked[end - 1]) + 1) for begin, end in contiguous_runs(picked.astype(np.int32))]

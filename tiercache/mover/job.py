@@ -61,11 +61,6 @@ class RunningJob:
         self._announcing = False
         self._held_result = False
 
-    @property
-    def parts(self) -> int:
-        """How many parts the whole job has; at least 1."""
-        return max(1, -(-self.job.n // self.part_blocks))
-
     def release(self) -> bool:
         """The delay is over. True exactly once for a delayed job that has not ended."""
         with self.lock:
@@ -90,6 +85,11 @@ class RunningJob:
             self._untouched = False
             self._active += 1
             return begin, self._begun
+
+    def takes_thread(self) -> bool:
+        """True while another thread may begin a part."""
+        with self.lock:
+            return self.has_parts() and self._active < self.max_threads
 
     def is_used_up(self) -> bool:
         """True when no thread will begin a part of this job any more."""

@@ -166,7 +166,7 @@ class Mover:
         threads = self._threads_of[level]
         max_threads = max(1, threads - 1) if self._tiers[level].verifies else threads
         rows = self._endpoints.get(job.endpoint)
-        running = RunningJob(job, level, rows, self._copier.part_blocks(job), max_threads)
+        running = RunningJob(job, level, rows, self._copier.part_blocks(job, threads), max_threads)
         self._live[job.id] = running
         if job.dst_level == self._persistent_level and self._ledger is not None and self._committer is not None:
             self._ledger.starting(job.dst_slots)
@@ -203,8 +203,6 @@ class Mover:
                 self._broke(running)
             if running.end_part():
                 self._finish(running)
-            else:
-                queue.part_ended()
             del part, running  # an idle thread holds nobody's rows
 
     def _broke(self, running: RunningJob) -> None:

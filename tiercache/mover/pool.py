@@ -17,7 +17,8 @@ OTHERS_EVERY = 8
 class PoolQueue:
     """Jobs waiting for a thread, handed out a part at a time: loads first, but every eighth part to the others.
 
-    Never refuses; the planner's credits bound it.
+    Never refuses; the planner's credits bound it. A push wakes one thread, and each thread that takes a part wakes the
+    next one while there is more to take: the one who pushes, under the planner's lock, does not pay for all of them.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class PoolQueue:
         """Append a job."""
         with self._ready:
             self._queue_of(running).append(running)
-            self._ready.notify(min(running.parts, running.max_threads))
+            self._ready.notify()
 
     def remove(self, running: RunningJob) -> None:
         """Take a job out that ended without a thread."""
@@ -41,19 +42,20 @@ class PoolQueue:
                 queue.remove(running)
 
     def next_part(self) -> tuple[RunningJob, int, int] | None:
-        """Wait for a part: (job, begin, end). None when the pool stops."""
+        """Wait for a part: (job, begin, end). None when the pool stops.
+
+        A thread that is done with a part calls this again, for its job may now take one more thread than before.
+        """
         with self._ready:
             while True:
                 part = self._pick()
-                if part is not None or self._stopping:
+                if part is not None:
+                    if len(self._loads) + len(self._others) > 1 or part[0].takes_thread():
+                        self._ready.notify()
                     return part
+                if self._stopping:
+                    return None
                 self._ready.wait(IDLE_WAIT_S)
-
-    def part_ended(self) -> None:
-        """A job may take one more thread than before."""
-        with self._ready:
-            if self._loads or self._others:
-                self._ready.notify()
 
     def stop(self) -> None:
         """Let threads end when they find nothing to do."""

@@ -189,8 +189,8 @@ class Loads:
         at: NDArray[np.int64] | NDArray[np.int32],
         also: tuple[int, Slots] | None = None,
     ) -> None:
-        """Queue blocks at path positions `at` in jobs of at most `job_blocks`; pins their sources."""
-        step = self.state.limits.job_blocks
+        """Queue blocks at path positions `at` in jobs of at most `load_job_blocks`; pins their sources."""
+        step = self.state.limits.load_job_blocks(self.state.specs[source])
         self.state.residency.pin(source, src.astype(np.int32))
         if also is not None:
             self.state.residency.pin(also[0], also[1][also[1] >= 0])

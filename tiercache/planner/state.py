@@ -39,7 +39,7 @@ class Limits:
 
     jobs: int = 64
     job_blocks: int = 64
-    """A load or a demotion of more blocks is split into jobs of this many."""
+    """A load from a disk or a demotion of more blocks is split into jobs of this many."""
     queued_loads: int = 256
     read_deadline_s: float | None = 5.0
     write_deadline_s: float | None = 30.0
@@ -50,6 +50,13 @@ class Limits:
         """Blocks of one level under copy in one direction (out of it: by loads, and by writes): a quarter of its slots,
         but at least one job's worth."""
         return max(capacity // 4, min(capacity, self.job_blocks))
+
+    def load_job_blocks(self, source: LevelSpec) -> int:
+        """Blocks of one job of a load. From memory up to eight times as many, while two such jobs fit into what may be
+        in flight: a job costs as much as copying a block or two."""
+        if source.persistent:
+            return self.job_blocks
+        return max(self.job_blocks, min(8 * self.job_blocks, self.in_flight_blocks(source.capacity) // 2))
 
     def held_blocks(self, capacity: int) -> int:
         """Blocks of one level that loads and pins may hold: half of its slots, at least one."""

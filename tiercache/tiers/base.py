@@ -62,8 +62,10 @@ def slot_stride(block_nbytes: int) -> int:
 
 def contiguous_runs(slots: Slots) -> list[tuple[int, int]]:
     """Bounds `[begin, end)` of the stretches of `slots` in which each number is one more than the one before it."""
-    if len(slots) == 0:
-        return []
-    cuts = np.flatnonzero(np.diff(slots) != 1) + 1
-    bounds = [0, *cuts.tolist(), len(slots)]
-    return list(itertools.pairwise(bounds))
+    n = len(slots)
+    if n < 2:
+        return [(0, n)] * n
+    cuts = (slots[1:] - slots[:-1] != 1).nonzero()[0]
+    if len(cuts) == 0:
+        return [(0, n)]
+    return list(itertools.pairwise([0, *(cuts + 1).tolist(), n]))

@@ -12,6 +12,7 @@ import weakref
 import numpy as np
 
 from tiercache.errors import CacheClosedError
+from tiercache.rows import copy_rows
 from tiercache.tiers.base import Rows, contiguous_runs, slot_stride
 from tiercache.types import Bools, Slots
 
@@ -82,19 +83,19 @@ def check_transfer(slots: Slots, rows: Rows, capacity: int, block_nbytes: int, s
 
 
 def copy_out(slab: Rows, slots: Slots, rows: Rows) -> None:
-    """Copy slots of a host slab into rows, one numpy copy per contiguous run of slots."""
+    """Copy slots of a host slab into rows, one copy per contiguous run of slots."""
     width = rows.shape[1]
     for begin, end in contiguous_runs(slots):
         slot = int(slots[begin])
-        rows[begin:end] = slab[slot : slot + end - begin, :width]
+        copy_rows(rows[begin:end], slab[slot : slot + end - begin, :width])
 
 
 def copy_in(slab: Rows, slots: Slots, rows: Rows) -> None:
-    """Copy rows into slots of a host slab, one numpy copy per contiguous run of slots."""
+    """Copy rows into slots of a host slab, one copy per contiguous run of slots."""
     width = rows.shape[1]
     for begin, end in contiguous_runs(slots):
         slot = int(slots[begin])
-        slab[slot : slot + end - begin, :width] = rows[begin:end]
+        copy_rows(slab[slot : slot + end - begin, :width], rows[begin:end])
 
 
 def _touch(slab: Rows, stop: threading.Event) -> None:
