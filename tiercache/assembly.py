@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tiercache.catalog import Catalog, Manifest, peek_manifest
@@ -34,6 +35,7 @@ __all__ = [
     "check_devices",
     "known_layout",
     "nvme_of",
+    "obtaining",
     "steady_wall_clock",
 ]
 
@@ -86,6 +88,16 @@ def steady_wall_clock() -> Callable[[], float]:
     return lambda: time.monotonic() + offset
 
 
+@contextmanager
+def obtaining(settings: Settings) -> Iterator[None]:
+    """Tell as a ConfigError that memory, threads or files which a cache needs from its start cannot be had."""
+    try:
+        yield
+    except (MemoryError, OSError) as error:
+        tiers = ", ".join(f"{type(tier).__name__} of {format_size(tier.size_nbytes)}" for tier in settings.tiers)
+        raise ConfigError("tiers", tiers, f"what they need cannot be had now ({error or 'no memory'})") from error
+
+
 def known_layout(settings: Settings, directory: StoreDirectory | None) -> tuple[KVLayout | None, bytes]:
     """The layout by the settings, else by the manifest of a directory of the same namespace and block size; and the
     epoch to begin with (the settings', else that manifest's, else a new nonce)."""
@@ -115,6 +127,7 @@ def build_stack(
     capacities = [_capacity(tier, layout) for tier in settings.tiers]
     catalog: Catalog | None = None
     opened: list[SlotTier] = []
+    threads = nvme.threads if nvme is not None else 1
     try:
         if nvme is not None and directory is not None:
             manifest = Manifest(
@@ -133,13 +146,23 @@ def build_stack(
         for tier, capacity in zip(settings.tiers, capacities, strict=True):
             each = _open_tier(tier, capacity, layout, directory, catalog, seams.file_ops)
             opened.append(each if seams.wrap_tier is None else seams.wrap_tier(each))
+        specs = _specs(settings, opened, layout)
+        planner = _make_planner(settings, specs, width, epoch, nvme)
+        if catalog is not None:
+            planner.restore(catalog.recovered)
+        mover = Mover(opened, deliver, catalog=catalog, epoch=epoch, memory_threads=MEMORY_THREADS, io_threads=threads)
     except BaseException:
         for each in opened:
             each.close()
         if catalog is not None:
             catalog.close(clean=False)
         raise
-    specs = [
+    reason = catalog.recovered.reason if catalog is not None else ""
+    return Stack(layout, opened, specs, planner, mover, catalog, Memory(layout, opened[0]), reason)
+
+
+def _specs(settings: Settings, opened: Sequence[SlotTier], layout: KVLayout) -> list[LevelSpec]:
+    return [
         LevelSpec(
             each.name,
             each.capacity,
@@ -149,13 +172,6 @@ def build_stack(
         )
         for tier, each in zip(settings.tiers, opened, strict=True)
     ]
-    planner = _make_planner(settings, specs, width, epoch, nvme)
-    if catalog is not None:
-        planner.restore(catalog.recovered)
-    threads = nvme.threads if nvme is not None else 1
-    mover = Mover(opened, deliver, catalog=catalog, epoch=epoch, memory_threads=MEMORY_THREADS, io_threads=threads)
-    reason = catalog.recovered.reason if catalog is not None else ""
-    return Stack(layout, opened, specs, planner, mover, catalog, Memory(layout, opened[0]), reason)
 
 
 def _make_planner(settings: Settings, specs: list[LevelSpec], width: int, epoch: bytes, nvme: NVMe | None) -> Planner:

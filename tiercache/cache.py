@@ -7,10 +7,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from tiercache.assembly import Seams, Stack, build_stack, check_devices, known_layout, nvme_of, steady_wall_clock
+from tiercache.assembly import (
+    Seams,
+    Stack,
+    build_stack,
+    check_devices,
+    known_layout,
+    nvme_of,
+    obtaining,
+    steady_wall_clock,
+)
 from tiercache.config import Settings, Switch, Tier, check_memory, load_config, ram_nbytes
 from tiercache.delivery import AtOnce, Delivery
 from tiercache.directory import StoreDirectory
@@ -91,15 +101,15 @@ class TieredKVCache:
         self._link = Link(clock, delivery)
         self._building = threading.Lock()
         self._switch: Switch = settings.switch
-        self._directory = StoreDirectory.open(nvme.directory) if nvme is not None else None
-        try:
+        self._directory: StoreDirectory | None = None
+        with obtaining(settings), ExitStack() as undo:
+            if nvme is not None:
+                self._directory = StoreDirectory.open(nvme.directory)
+                undo.callback(self._directory.close)
             layout, self._epoch = known_layout(settings, self._directory)
             if layout is not None:
                 self._link.stack = self._build(layout)
-        except BaseException:
-            if self._directory is not None:
-                self._directory.close()
-            raise
+            undo.pop_all()
         if nvme is not None and settings.namespace is None:
             _log.warning("%s: no namespace: use this directory for one model only", nvme.path)
         watch_forks(self)
@@ -235,7 +245,8 @@ class TieredKVCache:
         with self._building:
             if self._link.stack is None:
                 self._link.check_open()
-                stack = self._build(layout)
+                with obtaining(self.settings):
+                    stack = self._build(layout)
                 with self._link.lock:
                     self._link.stack = stack
             return self._link.stack

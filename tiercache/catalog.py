@@ -18,13 +18,13 @@ import lmdb
 import numpy as np
 
 from tiercache.catalog_check import write_marker
-from tiercache.catalog_open import adopt, cold, make_fresh, open_store, peek_manifest, recovered_of, reserve
+from tiercache.catalog_open import Loaded, adopt, cold, make_fresh, open_store, peek_manifest, recovered_of, reserve
 from tiercache.catalog_recover import BUSY, CLAIMED, CLAIMING, EMPTY, WRITTEN
 from tiercache.catalog_rows import Change, DamagedCatalogError, Manifest, RowStore
 from tiercache.catalog_shrink import shrink
 from tiercache.catalog_table import NO_SLOTS, SlotTable, Taken
 from tiercache.directory import StoreDirectory
-from tiercache.errors import CacheClosedError, ConfigError, TierCacheError
+from tiercache.errors import CacheClosedError, ConfigError
 from tiercache.tiers.fileio import OS_FILES, FileOps
 from tiercache.tiers.nvme import extents_for
 from tiercache.types import Bools, Claims, Floats, Idents, Recovered, Slots, Uses
@@ -89,28 +89,25 @@ class Catalog:
         loaded, reason = adopt(directory, manifest, root_ident)
         if loaded is None:
             fresh = make_fresh(directory, manifest, capacity, ops)
-            store = open_store(directory, fresh, durability, ops)
-            catalog = cls(directory, store, SlotTable(fresh, root_ident), durability, ops)
+            table = SlotTable(fresh, root_ident)
+            catalog = cls(directory, open_store(directory, fresh, durability, ops), table, durability, ops)
             catalog.recovered = cold(reason)
             return catalog
-        before = loaded.manifest
-        if capacity > before.capacity:
-            loaded.manifest = replace(before, capacity=capacity, extents=extents_for(capacity, before.extents))
+        grown = capacity > loaded.manifest.capacity
+        if grown:
+            extents = extents_for(capacity, loaded.manifest.extents)
+            loaded.manifest = replace(loaded.manifest, capacity=capacity, extents=extents)
         store = open_store(directory, loaded.manifest, durability, ops)
-        if capacity < before.capacity:
-            try:
-                loaded = shrink(directory, store, loaded, capacity, root_ident, ops)
-            except TierCacheError:
-                store.close()
-                raise
-            except (lmdb.Error, OSError) as e:
-                store.close()
-                raise ConfigError("size", capacity, f"shrinking from {before.capacity} slots failed ({e})") from e
-        table = SlotTable(loaded.manifest, root_ident)
-        table.adopt(loaded)
-        table.manifest_dirty = capacity > before.capacity
-        catalog = cls(directory, store, table, durability, ops)
-        catalog.recovered = recovered_of(loaded)
+        try:
+            loaded = _fit(directory, store, loaded, capacity, root_ident, ops)
+            table = SlotTable(loaded.manifest, root_ident)
+            table.adopt(loaded)
+            table.manifest_dirty = grown
+            catalog = cls(directory, store, table, durability, ops)
+            catalog.recovered = recovered_of(loaded)
+        except BaseException:
+            store.close()
+            raise
         if loaded.forgotten:
             _LOG.warning("%s: %d blocks had no parent or no room: forgotten", directory.path, loaded.forgotten)
         return catalog
@@ -215,10 +212,7 @@ class Catalog:
                 return True
             clean = clean and not self._closed
             self._closed = True
-            if clean:
-                with self._lock:
-                    taken = self._table.take(with_uses=True)
-                clean = taken is None or self._write(taken)
+            clean = clean and self._write_rest()
             clean = clean and not self._table.epoch_file_dirty and self._store is not None
             self._close_store()
             if clean:
@@ -257,6 +251,16 @@ class Catalog:
         self.healthy = synced and written and not self._table.epoch_file_dirty
         return lost
 
+    def _write_rest(self) -> bool:
+        """The last transaction, with use counts and without new claims."""
+        try:
+            with self._lock:
+                taken = self._table.take(with_uses=True)
+        except MemoryError:
+            self._failed("transaction", "no memory")
+            return False
+        return taken is None or self._write(taken)
+
     def _write(self, taken: Taken) -> bool:
         """Run a transaction; on failure everything in it is wanted again."""
         if self._table.epoch_file_dirty:
@@ -275,7 +279,7 @@ class Catalog:
         epoch = self._table.manifest.epoch
         try:
             self.directory.write_epoch(epoch)
-        except OSError as e:
+        except (OSError, MemoryError) as e:
             self._failed("epoch", f"the epoch file: {e}")
             return
         with self._lock:
@@ -292,7 +296,7 @@ class Catalog:
                 self.counters["map_grown"] += 1
                 reserve(self.directory, self._store.path, self._store.grow(), self._ops)
                 self._store.apply(change)
-        except (lmdb.Error, OSError, ConfigError) as e:
+        except (lmdb.Error, OSError, ConfigError, MemoryError) as e:
             self._close_store()
             return f"{type(e).__name__}: {e}"
         return None
@@ -329,3 +333,16 @@ class Catalog:
         self.counters[f"failed_{what}"] += 1
         self.last_error = text
         _LOG.warning("%s: commit: %s", self.directory.path, text)
+
+
+def _fit(
+    directory: StoreDirectory, store: RowStore, loaded: Loaded, capacity: int, root_ident: int, ops: FileOps
+) -> Loaded:
+    """What is left of a catalog where there are fewer slots now. ConfigError where that cannot be brought about."""
+    before = loaded.manifest.capacity
+    if capacity >= before:
+        return loaded
+    try:
+        return shrink(directory, store, loaded, capacity, root_ident, ops)
+    except (lmdb.Error, OSError) as e:
+        raise ConfigError("size", capacity, f"shrinking from {before} slots failed ({e})") from e

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import xxhash
 
-from tiercache.catalog_rows import DISK_FULL, OTHER_FORMAT, READY, DamagedCatalogError, used_nbytes
+from tiercache.catalog_rows import DISK_FULL, OTHER_FORMAT, READY, UNABLE, DamagedCatalogError, used_nbytes
 from tiercache.directory import StoreDirectory, sync_directory, write_durably
 from tiercache.errors import ConfigError, FormatVersionError
 
@@ -30,6 +31,7 @@ __all__ = [
     "make_sound",
     "marker_holds",
     "set_aside",
+    "unreadable",
     "write_marker",
 ]
 
@@ -51,9 +53,11 @@ def make_sound(directory: StoreDirectory) -> None:
         return
     try:
         used_nbytes(path)
-    except (DamagedCatalogError, OSError) as e:
+    except DamagedCatalogError as e:
         set_aside(directory, str(e))
         return
+    except OSError as e:
+        raise unreadable(directory, e) from e
     if marker_holds(directory):
         return
     directory.counters["unclean_opens"] += 1
@@ -118,6 +122,8 @@ def checked_copy(source: Path, target: Path, limit_s: float | None = None) -> di
             f"the catalog must be copied after an unclean stop, which needs about {source.stat().st_blocks * 512} "
             f"bytes there; {shutil.disk_usage(target.parent).free} are free",
         )
+    if child.returncode in (UNABLE, -signal.SIGKILL):  # by whoever kills when memory is short
+        raise _no_check(source, f"status {child.returncode}: {err.decode('utf-8', 'replace').strip()[-200:]}")
     if child.returncode == OTHER_FORMAT:
         raise FormatVersionError(f"{source} was written in a format that this version does not know; nothing changed")
     if child.returncode != 0:
@@ -133,7 +139,7 @@ def checked_copy(source: Path, target: Path, limit_s: float | None = None) -> di
 
 
 def _no_check(source: Path, why: str) -> ConfigError:
-    """The check says nothing of the catalog, for it did not begin: keep the catalog."""
+    """The check says nothing of the catalog, for something else was in its way: keep the catalog."""
     remedy = (
         f"after an unclean stop `{sys.executable} -m tiercache.catalog_copy` must be able to run ({why}); nothing was "
         f"changed: mend that, or remove the directory to start cold"
@@ -173,6 +179,14 @@ def set_aside(directory: StoreDirectory, why: str) -> None:
     aside = sorted(directory.path.glob("catalog.bad-*"), key=lambda path: path.name)
     for path in aside[:-_KEPT_ASIDE]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def unreadable(directory: StoreDirectory, error: Exception) -> ConfigError:
+    """What is in the way of reading the catalog says nothing of its content: it stays where it is."""
+    remedy = (
+        f"the catalog there cannot be read ({error}); nothing was changed: mend that, or start in another directory"
+    )
+    return ConfigError("path", str(directory.path), remedy)
 
 
 def _describe(path: Path) -> dict[str, int | str]:

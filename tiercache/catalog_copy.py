@@ -3,7 +3,7 @@
 After an unclean stop nobody knows what LMDB would do with the file: it may die of a signal, or never come back. Here it
 may. Only records that are whole, under their own key, reach the copy, whose B-trees are new. The first line it prints
 says that it could be loaded. Exit status 0: one more line, of JSON, says how many records were kept and dropped. 3:
-unreadable. 4: no space for the copy. 5: another format version.
+unreadable. 4: no space for the copy. 5: another format version. 6: something else was in the way (memory, rights, ...).
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from tiercache.catalog_rows import (
     DISK_FULL,
     OTHER_FORMAT,
     READY,
+    UNABLE,
     Change,
     DamagedCatalogError,
     RowStore,
     check_record,
+    is_damage,
     is_disk_full,
     used_nbytes,
 )
@@ -76,9 +78,9 @@ def main(arguments: list[str]) -> int:
         counts = copy(Path(source), Path(target))
     except FormatVersionError:
         return OTHER_FORMAT
-    except (DamagedCatalogError, lmdb.Error, OSError) as e:
-        print(e, file=sys.stderr)
-        return DISK_FULL if is_disk_full(e) else DAMAGED
+    except (DamagedCatalogError, lmdb.Error, OSError, MemoryError) as e:
+        print(e or "no memory", file=sys.stderr)
+        return DISK_FULL if is_disk_full(e) else DAMAGED if is_damage(e) else UNABLE
     print(json.dumps(counts))
     return 0
 

@@ -13,7 +13,7 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercache.catalog_check import drop_marker, install, make_sound, set_aside
+from tiercache.catalog_check import drop_marker, install, make_sound, set_aside, unreadable
 from tiercache.catalog_recover import Tree, trace
 from tiercache.catalog_rows import (
     RECORD_SLOTS,
@@ -24,6 +24,7 @@ from tiercache.catalog_rows import (
     RowStore,
     RowTable,
     check_record,
+    is_damage,
     map_nbytes_for,
     used_nbytes,
 )
@@ -101,7 +102,9 @@ def peek_manifest(directory: StoreDirectory) -> Manifest | None:
             manifest = store.read_manifest()[0]
         finally:
             store.close()
-    except (DamagedCatalogError, lmdb.Error) as e:
+    except (DamagedCatalogError, lmdb.Error, OSError) as e:
+        if not is_damage(e):
+            raise unreadable(directory, e) from e
         set_aside(directory, str(e))
         return None
     if manifest.store_id != directory.store_id:
@@ -130,7 +133,9 @@ def adopt(directory: StoreDirectory, wanted: Manifest, root_ident: int) -> tuple
             loaded = load(store, manifest, next_symbol, root_ident)
         finally:
             store.close()
-    except (DamagedCatalogError, lmdb.Error) as e:
+    except (DamagedCatalogError, lmdb.Error, OSError) as e:
+        if not is_damage(e):
+            raise unreadable(directory, e) from e
         set_aside(directory, str(e))
         return None, directory.cold_reason
     return loaded, ""

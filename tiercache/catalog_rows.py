@@ -33,12 +33,14 @@ __all__ = [
     "READY",
     "RECORD_SLOTS",
     "ROW",
+    "UNABLE",
     "Change",
     "DamagedCatalogError",
     "Manifest",
     "RowStore",
     "RowTable",
     "check_record",
+    "is_damage",
     "is_disk_full",
     "map_nbytes_for",
     "pack_rows",
@@ -65,6 +67,7 @@ DAMAGED: Final = 3
 """Exit status of `catalog_copy`, like the next two."""
 DISK_FULL: Final = 4
 OTHER_FORMAT: Final = 5
+UNABLE: Final = 6
 READY: Final = "ready"
 """The first line that `catalog_copy` prints: it could be loaded, what follows is about the file."""
 _SYMBOL_NBYTES_MAX: Final = 4064
@@ -79,6 +82,9 @@ _DATA_VERSION = 1
 _META_FLAG = 0x08
 _ENGINE: dict[str, Any] = {"lib_version": 0} if hasattr(lmdb.Environment, "lib_version") else {}
 """LMDB's 0.9 file format, whatever a later py-lmdb prefers: `used_nbytes` reads its meta pages."""
+
+_IN_THE_WAY = (lmdb.MemoryError, lmdb.DiskError, lmdb.LockError, lmdb.ReadonlyError)
+"""LMDB errors that say nothing of a file's content; nor does a plain lmdb.Error, one of the operating system."""
 
 RowTable = NDArray[np.void]
 """`[n]` of dtype ROW."""
@@ -339,6 +345,14 @@ def _unframed(value: bytes | None) -> bytes | None:
     if value is None or xxhash.xxh3_64_digest(value[_CRC_NBYTES:]) != value[:_CRC_NBYTES]:
         return None
     return bytes(value[_CRC_NBYTES:])
+
+
+def is_damage(error: Exception) -> bool:
+    """True for an error that speaks of the catalog's content; False where memory, descriptors, rights or the disk were
+    in the way, which says nothing of it."""
+    if isinstance(error, DamagedCatalogError):
+        return True
+    return isinstance(error, lmdb.Error) and type(error) is not lmdb.Error and not isinstance(error, _IN_THE_WAY)
 
 
 def is_disk_full(error: Exception) -> bool:

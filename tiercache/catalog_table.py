@@ -19,6 +19,7 @@ __all__ = ["Batch", "SlotTable", "Sparse", "Taken"]
 
 NO_SLOTS: Slots = np.empty(0, dtype=np.int32)
 _BATCHES_MIN = 1024
+_NO_ROW = np.zeros((), dtype=ROW)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +136,7 @@ class SlotTable:
         self._era += 1
         self.state[:] = EMPTY
         self.life += np.uint32(1)
-        self.rows[:] = np.zeros((), dtype=ROW)
+        self.rows[:] = _NO_ROW
         self.batches.clear()
         self.book.clear()
         self._dirty[:] = self._used[:] = False
@@ -196,15 +197,17 @@ class SlotTable:
         wanted = self.rows.reshape(-1, RECORD_SLOTS)
         claimed = (self.state >= CLAIMING).reshape(-1, RECORD_SLOTS)
         for index in np.flatnonzero(self._dirty).tolist():
-            packed = np.where(claimed[index], wanted[index], np.zeros((), dtype=ROW))
+            packed = np.where(claimed[index], wanted[index], _NO_ROW)
             change.rows[index] = pack_rows(index, packed) if claimed[index].any() else None
+        slots = np.flatnonzero(self.state == CLAIMING).astype(np.int32)
+        lives = self.life[slots]
+        # All memory is there: from here on what is taken is no longer wanted.
         change.symbols, change.symbol_deletes = self.book.take()
         change.next_symbol = self.book.next_record
         self._used &= ~self._dirty
         self._dirty[:] = False
         self._clear = self.manifest_dirty = False
-        slots = np.flatnonzero(self.state == CLAIMING).astype(np.int32)
-        return Taken(change, slots, self.life[slots], self._era)
+        return Taken(change, slots, lives, self._era)
 
     def settle(self, taken: Taken, ok: bool) -> None:
         """A transaction has ended: its slots are claimed on disk, or everything in it is wanted again."""

@@ -43,7 +43,7 @@ _owned_lock = threading.Lock()
 class StoreDirectory:
     """An owned directory. Made by `open`; closing it (or the end of the process, however it ends) frees it."""
 
-    def __init__(self, path: Path, lock_fd: int, store_id: str) -> None:
+    def __init__(self, path: Path, lock_fd: int, mine: tuple[int, int], store_id: str) -> None:
         self.path = path
         self.store_id = store_id
         """128 random bits in hex, written once; the catalog repeats it. "": damaged, and opened without `create`."""
@@ -55,6 +55,7 @@ class StoreDirectory:
         self.cold_reason = ""
         """Why a catalog that was here is not used any more ("" when none was dropped)."""
         self._lock_fd: int | None = lock_fd
+        self._mine = mine
         for remark in self.remarks:
             _LOG.warning("%s: %s", path, remark)
 
@@ -73,7 +74,10 @@ class StoreDirectory:
         except OSError as e:
             raise ConfigError("path", str(place), f"no cache directory can be opened there ({e.strerror})") from e
         try:
-            _take_lock(place, fd, time.monotonic() + wait_s)
+            mine = _take_lock(place, fd, time.monotonic() + wait_s)
+        except OSError as e:
+            os.close(fd)
+            raise ConfigError("path", str(place), f"the cache directory cannot be locked ({e.strerror})") from e
         except BaseException:
             os.close(fd)
             raise
@@ -81,12 +85,12 @@ class StoreDirectory:
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-            return cls(place, fd, _store_id(place, create))
+            return cls(place, fd, mine, _store_id(place, create))
         except OSError as e:
-            _free_lock(fd)
+            _free_lock(fd, mine)
             raise ConfigError("path", str(place), f"the cache directory cannot be written ({e.strerror})") from e
         except BaseException:
-            _free_lock(fd)
+            _free_lock(fd, mine)
             raise
 
     @property
@@ -116,10 +120,10 @@ class StoreDirectory:
             _LOG.warning("%s: %s", self.path, text)
 
     def read_epoch(self) -> bytes | None:
-        """The epoch file's bytes; None where it is missing or unreadable."""
+        """The epoch file's bytes; None where it is missing or holds nonsense. OSError where it cannot be read."""
         try:
             return bytes.fromhex((self.path / "epoch").read_text("ascii").strip())
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return None
 
     def write_epoch(self, epoch: bytes) -> None:
@@ -132,7 +136,7 @@ class StoreDirectory:
         """Give the directory free. May be called twice."""
         fd, self._lock_fd = self._lock_fd, None
         if fd is not None:
-            _free_lock(fd)
+            _free_lock(fd, self._mine)
 
     def abandon(self) -> None:
         """For a forked child: drop the descriptor without unlocking, which would unlock the parent too."""
@@ -225,11 +229,11 @@ def _make_directory(place: Path, create: bool) -> None:
     sync_directory(place.parent)
 
 
-def _take_lock(place: Path, fd: int, until: float) -> None:
-    """flock `fd`, trying until the moment `until`; DirectoryInUseError afterwards."""
+def _take_lock(place: Path, fd: int, until: float) -> tuple[int, int]:
+    """flock `fd`, trying until the moment `until`; DirectoryInUseError afterwards. Its entry in `_owned`."""
+    facts = os.fstat(fd)
+    mine = (facts.st_dev, facts.st_ino)
     while True:
-        facts = os.fstat(fd)
-        mine = (facts.st_dev, facts.st_ino)
         with _owned_lock:
             if mine not in _owned:
                 try:
@@ -238,7 +242,7 @@ def _take_lock(place: Path, fd: int, until: float) -> None:
                     pass
                 else:
                     _owned.add(mine)
-                    return
+                    return mine
         if time.monotonic() >= until:
             raise DirectoryInUseError(f"{place} is in use by {_owner(fd)}; one cache at a time may own it")
         time.sleep(_RETRY_S)
@@ -251,11 +255,9 @@ def _owner(fd: int) -> str:
     return "another process"
 
 
-def _free_lock(fd: int) -> None:
-    with contextlib.suppress(OSError):
-        facts = os.fstat(fd)
-        with _owned_lock:
-            _owned.discard((facts.st_dev, facts.st_ino))
+def _free_lock(fd: int, mine: tuple[int, int]) -> None:
+    with _owned_lock:
+        _owned.discard(mine)
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     with contextlib.suppress(OSError):

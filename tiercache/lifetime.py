@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from tiercache.directory import StoreDirectory
 
 __all__ = ["Forkable", "close_later", "forget_forks", "watch_forks"]
 
+_log = logging.getLogger("tiercache")
 _LONGEST_HANG_S = 3600.0
 """How long a closed cache waits for a hung thread before it leaves the directory's lock to the end of the process."""
 _LOOK_S = 0.1
@@ -51,7 +53,11 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 def close_later(stack: Stack, directory: StoreDirectory) -> None:
     """A thread hung in a tier when the cache was closed: close that tier and the directory once it has returned."""
-    threading.Thread(target=_close, args=(stack, directory), name="tiercache-last", daemon=True).start()
+    thread = threading.Thread(target=_close, args=(stack, directory), name="tiercache-last", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        _log.warning("%s: no thread can wait for the hung one: locked until this process ends", directory.path)
 
 
 def _close(stack: Stack, directory: StoreDirectory) -> None:

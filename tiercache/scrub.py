@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.catalog import Catalog
-from tiercache.catalog_check import checked_copy, make_sound
+from tiercache.catalog_check import checked_copy, make_sound, unreadable
 from tiercache.catalog_open import Loaded, load
-from tiercache.catalog_rows import DamagedCatalogError, RowStore, used_nbytes
+from tiercache.catalog_rows import DamagedCatalogError, RowStore, is_damage, used_nbytes
 from tiercache.checksum import checksums
 from tiercache.directory import StoreDirectory
-from tiercache.errors import FormatVersionError
+from tiercache.errors import TierCacheError
 from tiercache.keys import root_ident
 from tiercache.tiers.fileio import aligned_rows
 from tiercache.tiers.nvme import NVMeTier
@@ -100,7 +100,8 @@ def check_directory(
     payload is read and compared with its checksum. With `fix` rows that are not whole are forgotten with all that hangs
     on them, and a catalog that cannot be read is set aside. The report says what was found, also where it was fixed.
 
-    DirectoryInUseError, FormatVersionError, ConfigError (no store there, or no space for the copy).
+    DirectoryInUseError, FormatVersionError, ConfigError (no store there, no space for the copy,
+    or something in the way that says nothing of the catalog).
     """
     with StoreDirectory.open(path, wait_s=wait_s, create=False) as directory:
         with tempfile.TemporaryDirectory(prefix="tiercache-check-") as scratch:
@@ -143,8 +144,10 @@ def _read_catalog(directory: StoreDirectory, copy: Path) -> _Finding:
         finally:
             store.close()
     except (DamagedCatalogError, lmdb.Error, OSError, ValueError) as e:
-        if isinstance(e, FormatVersionError):
+        if isinstance(e, TierCacheError):
             raise
+        if isinstance(e, (lmdb.Error, OSError)) and not is_damage(e):
+            raise unreadable(directory, e) from e
         return _Finding(None, 0, "corrupt", [f"the catalog cannot be read: {e}"])
     problems = []
     if bad:

@@ -153,7 +153,7 @@ class JobResult:
     seconds: float
     rank: int = 0
     reason: str = ""
-    """Why blocks failed: "" | "io" | "checksum" | "deadline" | "cancelled" | "closed"."""
+    """Why blocks failed: "" | "io" | "checksum" | "deadline" | "cancelled" | "closed" | "memory"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,9 +64,11 @@ class Copier:
     def run(self, running: RunningJob, begin: int, end: int, staging: Staging) -> None:
         """Copy blocks `begin` to `end` of a job; sets `running.ok`, and `running.checksums` for a persistent tier.
 
-        Raises what a misbehaving tier raises, LookupError where the caller's rows are not attached.
+        Raises what a misbehaving tier raises, MemoryError or OSError (ENOMEM) where memory is short, LookupError where
+        the caller's rows are not attached.
         """
         job = running.job
+        running.prepare()
         started_at = time.monotonic()
         if job.src_level == CALLER:
             self._from_caller(running, begin, end, staging)

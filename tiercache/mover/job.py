@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from typing import Literal, Protocol, TypeAlias
@@ -42,10 +43,10 @@ class RunningJob:
         self.rows = rows
         self.part_blocks = part_blocks
         self.max_threads = max_threads
-        self.ok: Bools = np.zeros(job.n, dtype=np.bool_)
-        """Written per part by the thread that runs it; read when all have returned."""
-        self.checksums: Checksums = np.zeros(job.n, dtype=np.uint64)
-        """Filled where the destination verifies."""
+        self.ok: Bools = np.broadcast_to(np.False_, job.n)
+        """Written per part by the thread that runs it; read when all have returned. No memory before `prepare`."""
+        self.checksums: Checksums = np.broadcast_to(np.uint64(0), job.n)
+        """Filled where the destination verifies; likewise."""
         self.lock = threading.Lock()
         self.delayed = job.start_after_s > 0
         self.started_at: float | None = None
@@ -54,12 +55,26 @@ class RunningJob:
         self.broken = False
         self.reason = ""
         self.overdue = False
+        self._prepared = False
         self._begun = 0  # blocks handed to threads
         self._untouched = True  # no part handed out yet: an empty job has one empty part
         self._active = 0
         self._copies = 0
         self._announcing = False
         self._held_result = False
+
+    def prepare(self) -> None:
+        """Get the memory that parts write to, once. On a pool thread, for a MemoryError fails the job there; in
+        `submit` it would be one that nobody answers."""
+        with self.lock:
+            if not self._prepared:
+                ok = np.zeros(self.job.n, dtype=np.bool_)
+                self.checksums = np.zeros(self.job.n, dtype=np.uint64)
+                self.ok, self._prepared = ok, True
+
+    def fail_all(self) -> None:
+        """No block has arrived. Needs no memory."""
+        self.ok = np.broadcast_to(np.False_, self.job.n)
 
     def release(self) -> bool:
         """The delay is over. True exactly once for a delayed job that has not ended."""
@@ -113,11 +128,13 @@ class RunningJob:
         with self.lock:
             self.reason = self.reason or reason
 
-    def break_off(self) -> None:
-        """A part raised: no further part begins, and nothing of this job counts as arrived."""
+    def break_off(self, error: BaseException) -> None:
+        """A part raised: no further part begins, and nothing of this job counts as arrived. Where memory was short,
+        that is the reason, for it says nothing of the blocks."""
+        short = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
         with self.lock:
             self.broken = True
-            self.reason = self.reason or "io"
+            self.reason = "memory" if short else self.reason or "io"
 
     # -- the end of waiting -----------------------------------------------------------------------------------------
 
@@ -171,7 +188,7 @@ class RunningJob:
         with self.lock:
             self.rows = None
             if self.cancelled or self.broken:
-                self.ok[:] = False
+                self.fail_all()
             seconds = 0.0 if self.started_at is None else time.monotonic() - self.started_at
             arrived = int(self.ok.sum())
             reason = "" if arrived == self.job.n and not self.cancelled and not self.broken else self.reason

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -58,7 +59,8 @@ class Mover:
     Threads are daemons, started here: `memory_threads` per memory level, `io_threads` for the level that verifies,
     one clock, and one committer where a tier verifies.
 
-    Raises ValueError for tiers of different block sizes, two tiers that verify, or a catalog without one.
+    Raises ValueError for tiers of different block sizes, two tiers that verify, or a catalog without one; OSError
+    where a thread cannot be started (none is left then).
     """
 
     def __init__(
@@ -100,18 +102,22 @@ class Mover:
         self._threads_of = [io_threads if tier.verifies else memory_threads for tier in tiers]
         self._queues = [PoolQueue() for _ in tiers]
         self._committer: Committer | None = None
-        if self._ledger is not None:
-            sync_tier = tiers[self._persistent_level].sync
-            capacity = tiers[self._persistent_level].capacity
-            self._committer = Committer(
-                self._ledger, capacity, sync_tier, self._deliver_lost, commit_every_s, self._counters
-            )
-        self._clock = Clock(on_error=partial(self._counters.add, unexpected_errors=1))
-        self._threads = [
-            start_thread(f"{tier.name}-{i}", partial(self._work, level))
-            for level, tier in enumerate(tiers)
-            for i in range(self._threads_of[level])
-        ]
+        self._threads: list[threading.Thread] = []
+        with ExitStack() as undo:  # where a thread cannot be started, those before it end
+            if self._ledger is not None:
+                sync_tier = tiers[self._persistent_level].sync
+                capacity = tiers[self._persistent_level].capacity
+                self._committer = Committer(
+                    self._ledger, capacity, sync_tier, self._deliver_lost, commit_every_s, self._counters
+                )
+                undo.callback(self._committer.stop, LAST_COMMIT_S)
+            self._clock = Clock(on_error=partial(self._counters.add, unexpected_errors=1))
+            undo.callback(self._clock.stop)
+            for level, tier in enumerate(tiers):
+                undo.callback(self._queues[level].stop)
+                for i in range(self._threads_of[level]):
+                    self._threads.append(start_thread(f"{tier.name}-{i}", partial(self._work, level)))
+            undo.pop_all()
 
     # -- from the planner -------------------------------------------------------------------------------------------
 
@@ -199,23 +205,23 @@ class Mover:
             running, begin, end = part
             try:
                 self._copier.run(running, begin, end, staging)
-            except Exception:  # noqa: BLE001  outermost frame of a worker thread
-                self._broke(running)
+            except Exception as error:  # noqa: BLE001  outermost frame of a worker thread
+                self._broke(running, error)
             if running.end_part():
                 self._finish(running)
             del part, running  # an idle thread holds nobody's rows
 
-    def _broke(self, running: RunningJob) -> None:
-        _log.exception("job %d failed unexpectedly", running.job.id)
-        running.break_off()
+    def _broke(self, running: RunningJob, error: Exception) -> None:
+        _log.error("job %d failed unexpectedly", running.job.id, exc_info=error)
+        running.break_off(error)
         self._counters.add(unexpected_errors=1)
 
     def _finish(self, running: RunningJob) -> None:
         """Settle and deliver a job whose threads have all returned."""
         try:
             self._settle(running)
-        except Exception:  # noqa: BLE001  outermost frame of a worker thread
-            self._broke(running)
+        except Exception as error:  # noqa: BLE001  outermost frame of a worker thread
+            self._broke(running, error)
         self._deliver_result(running)
 
     def _settle(self, running: RunningJob) -> None:
@@ -223,17 +229,17 @@ class Mover:
         job = running.job
         if job.dst_level != self._persistent_level or self._ledger is None or self._committer is None:
             return
-        ok = running.ok
         if running.cancelled or running.broken:
-            ok[:] = False
+            running.fail_all()
         elif job.claims is None:
             raise LookupError(f"job {job.id} writes to {self._tiers[job.dst_level].name!r} without claims")
-        elif not ok.all():
-            _fail_orphans(ok, job.dst_slots, job.claims.parent_slots)
+        elif not running.ok.all():
+            _fail_orphans(running.ok, job.dst_slots, job.claims.parent_slots)
         with self._lock:  # against a NewEpoch in between
             if self._epoch is not None and job.epoch != self._epoch:
-                ok[:] = False
+                running.fail_all()
                 running.fail("cancelled")
+            ok = running.ok
             failed = job.dst_slots[~ok]
             if len(failed):  # children that wait for them are lost
                 self._ledger.forget(failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
 
@@ -19,12 +20,15 @@ def is_worker_thread() -> bool:
 
 
 def start_thread(name: str, body: Callable[[], None]) -> threading.Thread:
-    """Start a daemon thread `tiercache-<name>` that counts as a worker thread."""
+    """Start a daemon thread `tiercache-<name>` that counts as a worker thread. OSError where none is to be had."""
 
     def run() -> None:
         _here.worker = True
         body()
 
     thread = threading.Thread(target=run, name=f"tiercache-{name}", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, f"no thread can be started: {error}") from error
     return thread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -134,7 +135,8 @@ class DRAMTier:
         self._toucher = threading.Thread(
             target=_touch, args=(slab, self._stop), name=f"tiercache-touch-{name}", daemon=True
         )
-        self._toucher.start()
+        with contextlib.suppress(RuntimeError):  # no thread to be had: pages come at first use
+            self._toucher.start()
 
     def __repr__(self) -> str:
         state = "closed" if self.slab is None else "open"
@@ -178,5 +180,5 @@ class DRAMTier:
         """Stop touching and let go of the slab, which is unmapped once no view of it is left."""
         self._stop.set()
         self.slab = None
-        if os.getpid() == self._owner_pid:
+        if os.getpid() == self._owner_pid and self._toucher.ident is not None:
             self._toucher.join(timeout=5.0)
