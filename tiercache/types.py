@@ -153,7 +153,11 @@ class JobResult:
     seconds: float
     rank: int = 0
     reason: str = ""
-    """Why blocks failed: "" | "io" | "checksum" | "deadline" | "cancelled" | "closed" | "memory"."""
+    """Why blocks failed: "" | "io" | "checksum" | "deadline" | "cancelled" | "closed" | "memory" | "target" (the
+    source of a load is well, its destination is not)."""
+    bad: Bools | None = None
+    """Per block of a load: what its source holds could not be read, or is wrong. None: all that are not `ok`, where the
+    reason is "io" or "checksum"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,8 +156,8 @@ class HeldDelivery:
 
 
 def failed(message: Any) -> Any:
-    """The same JobResult, with no block arrived."""
-    return replace(message, ok=np.zeros_like(message.ok), nbytes=0, reason="io")
+    """The same JobResult, with no block arrived, since none could be read."""
+    return replace(message, ok=np.zeros_like(message.ok), nbytes=0, reason="io", bad=None)
 
 
 def crash_image(path: Path, to: Path) -> Path:

@@ -126,6 +126,7 @@ class Copier:
         rows = staging.rows(end - begin, self._stride)
         good = tier.read(slots, rows)
         self._count_io_errors(running, job.src_level, good)
+        running.bad[begin:end] = ~good
         if tier.verifies and not running.cancelled:
             good = self._verified(running, begin, end, rows, good)
         if good.any():
@@ -139,10 +140,11 @@ class Copier:
         idents = job.idents[begin:end]
         expected, sums = self._ledger.expected(job.src_slots[begin:end])
         right = (expected == idents) & (checksums(rows, self._block_nbytes, idents) == sums)
-        wrong = int((arrived & ~right & (expected != 0)).sum())
-        if wrong:
+        wrong = arrived & ~right & (expected != 0)
+        if wrong.any():
+            running.bad[begin:end] |= wrong
             running.fail("checksum")
-            self._counters.add_level(job.src_level, checksum_failures=wrong)
+            self._counters.add_level(job.src_level, checksum_failures=int(wrong.sum()))
         elif (arrived & ~right).any():  # forgotten while it was read (a new epoch, an invalidation): no fault
             running.fail("cancelled")
         good: Bools = arrived & right
@@ -226,7 +228,7 @@ class Copier:
     def _count_io_errors(self, running: RunningJob, level: int, ok: Bools) -> None:
         failed = len(ok) - int(ok.sum())
         if failed:
-            running.fail("io")
+            running.fail("target" if running.job.kind == "load" and level != running.job.src_level else "io")
             self._counters.add_level(level, io_errors=failed)
 
     def _count(self, running: RunningJob, begin: int, end: int, seconds: float) -> None:

@@ -47,6 +47,8 @@ class RunningJob:
         """Written per part by the thread that runs it; read when all have returned. No memory before `prepare`."""
         self.checksums: Checksums = np.broadcast_to(np.uint64(0), job.n)
         """Filled where the destination verifies; likewise."""
+        self.bad: Bools = self.ok
+        """Blocks whose source could not be read, or is wrong; likewise."""
         self.lock = threading.Lock()
         self.delayed = job.start_after_s > 0
         self.started_at: float | None = None
@@ -70,6 +72,7 @@ class RunningJob:
             if not self._prepared:
                 ok = np.zeros(self.job.n, dtype=np.bool_)
                 self.checksums = np.zeros(self.job.n, dtype=np.uint64)
+                self.bad = np.zeros(self.job.n, dtype=np.bool_)
                 self.ok, self._prepared = ok, True
 
     def fail_all(self) -> None:
@@ -192,4 +195,4 @@ class RunningJob:
             seconds = 0.0 if self.started_at is None else time.monotonic() - self.started_at
             arrived = int(self.ok.sum())
             reason = "" if arrived == self.job.n and not self.cancelled and not self.broken else self.reason
-            return JobResult(self.job.id, self.ok, arrived * block_nbytes, seconds, reason=reason)
+            return JobResult(self.job.id, self.ok, arrived * block_nbytes, seconds, reason=reason, bad=self.bad)

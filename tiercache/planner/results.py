@@ -102,8 +102,11 @@ class Results:
         """Sources that were found wrong are marked; where promotion is exclusive, the slow copies go."""
         job, state = flight.job, self.state
         table = state.residency.tables[job.src_level]
-        if not result.ok.all() and result.reason in ("io", "checksum"):
-            bad = job.src_slots[~result.ok]
+        wrong = result.bad
+        if wrong is None:
+            wrong = ~result.ok if result.reason in ("io", "checksum") else np.zeros(job.n, dtype=np.bool_)
+        if wrong.any():
+            bad = job.src_slots[wrong]
             bad = bad[table.state[bad] == SlotState.RESIDENT]
             state.counters[job.src_level].bad += len(bad)
             self.room.spoil(job.src_level, bad)

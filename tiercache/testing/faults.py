@@ -21,7 +21,7 @@ from tiercache.tiers.fileio import OsFiles
 __all__ = ["Effect", "FaultPlan", "FaultyFiles"]
 
 Effect: TypeAlias = Literal["raise", "short", "wrong"]
-"""What becomes of the operation: it raises; it moves half of its bytes (at least none); it moves other bytes."""
+"""What becomes of the operation: it raises; it ends one byte past where it goes wrong; one byte there is another."""
 
 
 class FaultPlan:
@@ -79,12 +79,22 @@ class FaultPlan:
 class FaultyFiles(OsFiles):
     """`FileOps` of the operating system, as far as the plan lets them pass. Kinds: the names of the methods.
 
-    `preadv` and `pwritev` may also end short or move other bytes than asked for (`plan.effect`). `close` never fails:
-    a descriptor that could not be closed would be a leak of the test's making.
+    `preadv` and `pwritev` may also end short or move other bytes than asked for (`plan.effect`). `hit` makes them fail
+    wherever they touch given bytes, as a bad place on a disk does, until `heal`. `close` never fails: a descriptor that
+    could not be closed would be a leak of the test's making.
     """
 
-    def __init__(self, plan: FaultPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: FaultPlan | None = None) -> None:
+        self.plan = plan if plan is not None else FaultPlan()
+        self._places: list[tuple[str, int, int, Effect]] = []
+
+    def hit(self, kind: Literal["preadv", "pwritev"], begin: int, end: int, effect: Effect = "raise") -> None:
+        """From now on every read, or every write, that touches bytes `[begin, end)` of a file fails so."""
+        self._places.append((kind, begin, end, effect))
+
+    def heal(self) -> None:
+        """Forget every `hit`; what was written wrong stays so."""
+        self._places.clear()
 
     def open(self, path: str, flags: int, mode: int) -> int:
         """See FileOps."""
@@ -93,29 +103,35 @@ class FaultyFiles(OsFiles):
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See FileOps."""
-        if not self.plan.due("preadv", f"at {offset}"):
-            return super().preadv(fd, buffers, offset)
-        if self.plan.effect == "raise":
+        at, effect = self._fault("preadv", buffers, offset)
+        if effect == "raise":
             self.plan.fail()
         moved = super().preadv(fd, buffers, offset)
-        if self.plan.effect == "short":
-            return moved // 2
-        buffers[0].cast("B")[0] ^= 1
-        return moved
+        if effect == "wrong":
+            _flip(buffers, at - offset)
+        return moved if effect != "short" else min(moved, (at - offset) + 1)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See FileOps."""
-        if not self.plan.due("pwritev", f"at {offset}"):
-            return super().pwritev(fd, buffers, offset)
-        if self.plan.effect == "raise":
+        at, effect = self._fault("pwritev", buffers, offset)
+        if effect == "raise":
             self.plan.fail()
         moved = super().pwritev(fd, buffers, offset)
-        if self.plan.effect == "short":
-            return moved // 2
-        with open(f"/proc/self/fd/{fd}", "r+b", buffering=0) as file:  # noqa: PTH123 - past O_DIRECT's alignment
-            first = os.pread(file.fileno(), 1, offset)
-            os.pwrite(file.fileno(), bytes([first[0] ^ 1]), offset)
-        return moved
+        if effect == "wrong":
+            with open(f"/proc/self/fd/{fd}", "r+b", buffering=0) as file:  # noqa: PTH123 - without O_DIRECT
+                first = os.pread(file.fileno(), 1, at)
+                os.pwrite(file.fileno(), bytes([first[0] ^ 1]), at)
+        return moved if effect != "short" else min(moved, (at - offset) + 1)
+
+    def _fault(self, kind: str, buffers: Sequence[memoryview], offset: int) -> tuple[int, Effect | None]:
+        """Where in the file a transfer goes wrong, and how; None: nowhere."""
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        if self.plan.due(kind, f"{nbytes} bytes at {offset}"):
+            return offset, self.plan.effect
+        for each, begin, end, effect in self._places:
+            if each == kind and begin < offset + nbytes and offset < end:
+                return max(begin, offset), effect
+        return offset, None
 
     def fdatasync(self, fd: int) -> None:
         """See FileOps."""
@@ -151,3 +167,12 @@ class FaultyFiles(OsFiles):
         """See FileOps."""
         self.plan.meet("sync_directory", path)
         super().sync_directory(path)
+
+
+def _flip(buffers: Sequence[memoryview], at: int) -> None:
+    """Invert one bit of byte `at` of these buffers, one after the other."""
+    for buffer in buffers:
+        if at < buffer.nbytes:
+            buffer.cast("B")[at] ^= 1
+            return
+        at -= buffer.nbytes

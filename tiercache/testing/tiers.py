@@ -20,16 +20,17 @@ Op: TypeAlias = Literal["read", "write", "sync"]
 class WrappedTier:
     """Passes everything to `inner`, except that its memory is not shown: a mover must use `read` and `write`.
 
-    `verifies` makes a memory tier pass for a disk; None: as `inner`.
+    `verifies` makes a memory tier pass for a disk; None: as `inner`. `shows_memory`: show it all the same, as level 0
+    of a cache must; then only writes pass through here.
     """
 
-    def __init__(self, inner: SlotTier, *, verifies: bool | None = None) -> None:
+    def __init__(self, inner: SlotTier, *, verifies: bool | None = None, shows_memory: bool = False) -> None:
         self.inner = inner
         self.name = inner.name
         self.capacity = inner.capacity
         self.block_nbytes = inner.block_nbytes
         self.stride = inner.stride
-        self.slab: Rows | None = None
+        self.slab: Rows | None = inner.slab if shows_memory else None
         self.verifies = inner.verifies if verifies is None else verifies
 
     def __repr__(self) -> str:
@@ -49,6 +50,7 @@ class WrappedTier:
 
     def close(self) -> None:
         """See `SlotTier.close`."""
+        self.slab = None
         self.inner.close()
 
 
@@ -59,8 +61,8 @@ class FaultyTier(WrappedTier):
     set it is `inner`. `calls[op]` counts operations so far.
     """
 
-    def __init__(self, inner: SlotTier, *, verifies: bool | None = None) -> None:
-        super().__init__(inner, verifies=verifies)
+    def __init__(self, inner: SlotTier, *, verifies: bool | None = None, shows_memory: bool = False) -> None:
+        super().__init__(inner, verifies=verifies, shows_memory=shows_memory)
         self._lock = threading.Lock()
         self.calls: dict[Op, int] = {"read": 0, "write": 0, "sync": 0}
         self._all: set[Op] = set()
@@ -156,8 +158,9 @@ class DelayingTier(WrappedTier):
         seconds: float | Callable[[Op, Slots], float],
         *,
         verifies: bool | None = None,
+        shows_memory: bool = False,
     ) -> None:
-        super().__init__(inner, verifies=verifies)
+        super().__init__(inner, verifies=verifies, shows_memory=shows_memory)
         self._seconds = seconds
 
     def read(self, slots: Slots, rows: Rows) -> Bools:
@@ -181,11 +184,14 @@ class HangingTier(WrappedTier):
     writes before they read them.
     """
 
-    def __init__(self, inner: SlotTier, *, verifies: bool | None = None, max_s: float = 30.0) -> None:
-        super().__init__(inner, verifies=verifies)
+    def __init__(
+        self, inner: SlotTier, *, verifies: bool | None = None, shows_memory: bool = False, max_s: float = 30.0
+    ) -> None:
+        super().__init__(inner, verifies=verifies, shows_memory=shows_memory)
         self._max_s = max_s
         self._changed = threading.Condition()
         self._ops: set[Op] = set()
+        self._most: int | None = None
         self._life = 0
         self._hung = 0
 
@@ -195,10 +201,11 @@ class HangingTier(WrappedTier):
         with self._changed:
             return self._hung
 
-    def hang(self, *ops: Op) -> None:
-        """Block these operations from now on."""
+    def hang(self, *ops: Op, most: int | None = None) -> None:
+        """Block these operations from now on; at most `most` of them at a time (None: all), the others pass."""
         with self._changed:
             self._ops.update(ops)
+            self._most = most
 
     def unblock(self, *ops: Op) -> None:
         """Later operations of these kinds pass; those blocked now stay so until `wake`."""
@@ -234,7 +241,7 @@ class HangingTier(WrappedTier):
 
     def _pass(self, op: Op) -> None:
         with self._changed:
-            if op not in self._ops:
+            if op not in self._ops or (self._most is not None and self._hung >= self._most):
                 return
             life = self._life
             self._hung += 1
