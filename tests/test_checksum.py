@@ -106,6 +106,20 @@ def test_refuses_rows_that_do_not_fit() -> None:
     for nbytes, idents in ((17, [0, 0]), (0, [0, 0]), (16, [0])):
         with pytest.raises(ValueError, match="rows"):
             checksums(rows, nbytes, idents)
+    for wrong in (np.zeros((2, 32), np.uint8)[:, ::2], np.zeros((2, 16), np.uint16), np.zeros(16, np.uint8)):
+        with pytest.raises(ValueError, match="rows"):
+            checksums(wrong, 16, [0, 0])
+    for ident in (-1, 2**64):
+        with pytest.raises(OverflowError):
+            checksums(rows, 16, [0, ident])
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE_NBYTES - 1, PAGE_NBYTES, PAGE_NBYTES + 1, 3 * PAGE_NBYTES + 7])
+def test_many_rows_give_what_each_row_gives(nbytes: int) -> None:
+    rows = _bytes(3 * (nbytes + 100)).reshape(3, nbytes + 100)
+    idents = np.array([7, 0, 2**64 - 1], dtype=np.uint64)
+    want = [block_checksum(row[:nbytes], int(ident)) for row, ident in zip(rows, idents, strict=True)]
+    assert checksums(rows, nbytes, idents).tolist() == want
 
 
 def _ratio_to_memcpy(nbytes: int, pool_nbytes: int = 32 << 20) -> float:

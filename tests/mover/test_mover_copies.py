@@ -8,7 +8,7 @@ import pytest
 from mover_kit import caller_rows, claims_of, eventually, idents_of, make_job, payload, slots, write_job
 
 from tiercache.mover import MemoryLedger
-from tiercache.mover.copier import MEMORY_PART_MAX_NBYTES
+from tiercache.mover.copier import IO_PART_MAX_NBYTES, MEMORY_PART_MAX_NBYTES
 from tiercache.testing import FaultyTier, WrappedTier
 from tiercache.tiers.dram import DRAMTier
 from tiercache.tiers.hbm import HBMTier
@@ -108,6 +108,34 @@ def test_threads_share_a_copy_between_memories_evenly(make_mover, inbox, n, nbyt
     assert inbox.result(1).ok.all()
     assert len(calls) == parts and sum(calls) == n
     assert max(calls) * nbytes <= max(nbytes, MEMORY_PART_MAX_NBYTES)
+
+
+@pytest.mark.parametrize(("n", "nbytes", "threads", "parts"), [
+    (64, 4096, 4, 1),  # less than the smallest part
+    (16, 64 << 10, 4, 4),
+    (12, 256 << 10, 4, 4),
+    (40, 256 << 10, 4, 5),  # a quarter would be above the largest part
+    (3, 3 << 20, 2, 3),  # never less than a block
+])  # fmt: skip
+def test_threads_share_a_read_evenly(make_mover, inbox, n, nbytes, threads, parts):
+    calls = []
+
+    class Seen(WrappedTier):
+        def read(self, slots, rows):
+            calls.append(len(slots))
+            return super().read(slots, rows)
+
+    given = np.full((n, nbytes), 7, dtype=np.uint8)
+    dram = DRAMTier(n, nbytes)
+    mover = make_mover(dram, Seen(DRAMTier(n, nbytes), verifies=True), io_threads=threads)
+    dram.slab[:, :nbytes] = given
+    mover.submit([write_job(1, range(n), range(n))])
+    assert inbox.result(1).ok.all()
+    dram.slab[:] = 0
+    mover.submit([make_job(2, 1, range(n), 0, range(n))])
+    assert inbox.result(2).ok.all() and (dram.slab[:, :nbytes] == given).all()
+    assert len(calls) == parts and sum(calls) == n
+    assert max(calls) * nbytes <= max(nbytes, IO_PART_MAX_NBYTES)
 
 
 @pytest.mark.parametrize("hidden", ["source", "destination", "both"])

@@ -17,7 +17,9 @@ from tiercache.types import CALLER, Bools, CopyJob, Slots
 
 __all__ = ["Copier", "Staging"]
 
-IO_PART_NBYTES = 1 << 20
+IO_PART_MIN_NBYTES = 256 << 10
+IO_PART_MAX_NBYTES = 2 << 20
+"""Bounds a thread's staging; more per part saves little."""
 MEMORY_PART_MIN_NBYTES = 4 << 20
 """Less is copied sooner than a second thread wakes up."""
 MEMORY_PART_MAX_NBYTES = 16 << 20
@@ -55,11 +57,11 @@ class Copier:
         self._stride = tiers[0].stride
 
     def part_blocks(self, job: CopyJob, threads: int) -> int:
-        """How many blocks of a job one of `threads` threads copies at a time; those of memory share it evenly."""
+        """How many blocks of a job one of `threads` threads copies at a time: an even share, within bounds."""
+        least, most = MEMORY_PART_MIN_NBYTES, MEMORY_PART_MAX_NBYTES
         if self._is_staged(job.src_level) or self._is_verifying(job.dst_level):
-            return max(1, IO_PART_NBYTES // self._stride)
-        least, most = MEMORY_PART_MIN_NBYTES // self._stride, MEMORY_PART_MAX_NBYTES // self._stride
-        return max(1, min(max(-(-job.n // threads), least), most))
+            least, most = IO_PART_MIN_NBYTES, IO_PART_MAX_NBYTES
+        return max(1, min(max(-(-job.n // threads), least // self._stride), most // self._stride))
 
     def run(self, running: RunningJob, begin: int, end: int, staging: Staging) -> None:
         """Copy blocks `begin` to `end` of a job; sets `running.ok`, and `running.checksums` for a persistent tier.

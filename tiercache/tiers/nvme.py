@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import threading
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -180,9 +182,9 @@ class NVMeTier:
             begin = run_begin
             while begin < run_end:
                 slot = int(slots[begin])
-                file = int(np.searchsorted(bounds, slot, side="right")) - 1
-                end = min(run_end, begin + self._chunk, begin + int(bounds[file + 1]) - slot)
-                yield begin, end, self._fds[file], (slot - int(bounds[file])) * self.stride
+                file = bisect_right(bounds, slot) - 1
+                end = min(run_end, begin + self._chunk, begin + bounds[file + 1] - slot)
+                yield begin, end, self._fds[file], (slot - bounds[file]) * self.stride
                 begin = end
 
     def _move_chunk(self, write: bool, fd: int, offset: int, rows: Rows, in_place: bool) -> Bools:
@@ -232,7 +234,7 @@ class NVMeTier:
             self._close_files()
 
     def _open_files(self) -> None:
-        self._bounds = np.concatenate(([0], np.cumsum(self.extents)))
+        self._bounds = [0, *itertools.accumulate(self.extents)]
         flags = {"own": os.O_RDWR | os.O_CREAT, "keep": os.O_RDWR, "read": os.O_RDONLY}[self._files]
         flags |= os.O_DIRECT if self.direct else 0
         try:
