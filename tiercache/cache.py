@@ -448,7 +448,7 @@ class TieredKVCache:
                 self._link.closed = True
             stack = self._link.stack
         if stack is not None:
-            complete = stack.mover.close(max(1.0, timeout - (time.monotonic() - began))) and complete
+            complete = stack.mover.close(max(0.0, timeout - (time.monotonic() - began))) and complete
             self._link.end_everything()
         if self._directory is not None:
             if stack is not None and stack.mover.left_open:

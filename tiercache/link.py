@@ -192,12 +192,14 @@ class Link:
         return True
 
     def end_everything(self) -> None:
-        """After the mover has stopped: nobody waits for what will not come."""
+        """After the mover has stopped: nobody waits for what will not come. A load into rows that a hung thread is
+        writing just now ends when that thread returns: before, they are not the caller's."""
+        busy = self.stack.mover.written_to() if self.stack is not None else frozenset()
         with self.lock:
             tickets = list(self._tickets.values())
-            loads = list(self._loads.values())
+            loads = [each for each in self._loads.values() if each[1].endpoint not in busy]
             self._tickets.clear()
-            self._loads.clear()
+            self._loads = {number: each for number, each in self._loads.items() if each[1].endpoint in busy}
             self.changed.notify_all()
         memory = self.stack.memory if self.stack is not None else None
         for ticket, _ in tickets:

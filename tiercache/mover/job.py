@@ -79,6 +79,12 @@ class RunningJob:
         """No block has arrived. Needs no memory."""
         self.ok = np.broadcast_to(np.False_, self.job.n)
 
+    @property
+    def copying(self) -> bool:
+        """A last copy runs now."""
+        with self.lock:
+            return self._copies > 0
+
     def release(self) -> bool:
         """The delay is over. True exactly once for a delayed job that has not ended."""
         with self.lock:

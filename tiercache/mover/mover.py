@@ -42,7 +42,9 @@ __all__ = ["Mover"]
 _log = logging.getLogger("tiercache.mover")
 
 LAST_COMMIT_S = 1.0
-"""Seconds that the last commit has even where `close` has used up its deadline on jobs."""
+"""Of the time that `close` has, what is kept for the last commit: this much, but at most half of it."""
+_MOMENT_S = 0.1
+"""What threads that have nothing left to do need to end, also where no time is left."""
 
 _NO_LEVEL = CALLER - 1
 
@@ -333,9 +335,9 @@ class Mover:
         """End everything: no more jobs, queued ones fail with "closed", running ones are waited for
         (those that are overdue are not).
 
-        At the deadline the jobs still running are announced as overdue and stay lost: the tiers they touch stay open
-        and their memory mapped (`left_open`). Then comes the last commit (which has at least LAST_COMMIT_S), and the
-        ledger and the other tiers are closed. True when nothing was lost and everything is committed. A second call
+        Shortly before the deadline the jobs still running are announced as overdue and stay lost: the tiers they touch
+        stay open and their memory mapped (`left_open`). Then comes the last commit (LAST_COMMIT_S), and the ledger and
+        the other tiers are closed. True when nothing was lost and everything is committed. A second call
         does nothing. Raises WorkerThreadError on a mover's thread.
         """
         if self._abandoned:
@@ -350,10 +352,9 @@ class Mover:
             waiting = list(self._live.values())
         for running in waiting:
             self._expire("closed", running, only_waiting=True)
+        patience = deadline_s - min(LAST_COMMIT_S, deadline_s / 2)
         with self._idle:
-            self._idle.wait_for(
-                lambda: all(running.overdue for running in self._live.values()), max(0.0, end - time.monotonic())
-            )
+            self._idle.wait_for(lambda: all(running.overdue for running in self._live.values()), patience)
             self._closed = True
             late = list(self._live.values())
         for running in late:
@@ -368,11 +369,11 @@ class Mover:
             queue.stop()
         if not lost:
             for thread in (*self._threads, self._clock.thread):
-                thread.join(max(LAST_COMMIT_S, end - time.monotonic()))
+                thread.join(max(_MOMENT_S, end - time.monotonic()))
         committed = True
         kept = {level for running in lost for level in _levels_of(running.job)}
         if self._committer is not None and self._ledger is not None:
-            committed = self._committer.stop(max(LAST_COMMIT_S, end - time.monotonic()))
+            committed = self._committer.stop(max(_MOMENT_S, end - time.monotonic()))
             hangs = self._committer.thread.is_alive()
             closed = self._ledger.close(clean=committed and not lost, wait_s=max(0.0, end - time.monotonic()))
             if hangs or not closed:  # in a sync
@@ -382,6 +383,12 @@ class Mover:
             if level not in kept:
                 tier.close()
         return committed and not lost
+
+    def written_to(self) -> frozenset[int]:
+        """Caller rows (their numbers) into which a thread is copying now: they are not the caller's before it ends."""
+        with self._lock:
+            lives = [running for running in self._live.values() if running.job.dst_level == CALLER]
+        return frozenset(running.job.endpoint for running in lives if running.copying)
 
     def hung_levels(self) -> frozenset[int]:
         """Of the levels left open by `close`, those that a thread still uses."""
