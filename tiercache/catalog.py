@@ -17,10 +17,20 @@ from typing import Literal
 import lmdb
 import numpy as np
 
-from tiercache.catalog_check import write_marker
-from tiercache.catalog_open import Loaded, adopt, cold, make_fresh, open_store, peek_manifest, recovered_of, reserve
+from tiercache.catalog_check import set_aside, write_marker
+from tiercache.catalog_open import (
+    Loaded,
+    adopt,
+    cold,
+    make_empty,
+    make_fresh,
+    open_store,
+    peek_manifest,
+    recovered_of,
+    reserve,
+)
 from tiercache.catalog_recover import BUSY, CLAIMED, CLAIMING, EMPTY, WRITTEN
-from tiercache.catalog_rows import Change, DamagedCatalogError, Manifest, RowStore
+from tiercache.catalog_rows import Change, DamagedCatalogError, Manifest, RowStore, used_nbytes
 from tiercache.catalog_shrink import shrink
 from tiercache.catalog_table import NO_SLOTS, SlotTable, Taken
 from tiercache.directory import StoreDirectory
@@ -33,6 +43,8 @@ __all__ = ["Catalog", "Durability", "Manifest", "peek_manifest"]
 
 Durability = Literal["power", "process"]
 _LOG = logging.getLogger("tiercache.catalog")
+_UNUSABLE = (DamagedCatalogError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)
+"""What says that trying again is of no use."""
 _COMMIT_WAIT_S = 60.0
 """How long a second caller of `commit` waits for the first."""
 _abandoned: list[RowStore] = []
@@ -63,6 +75,8 @@ class Catalog:
         self._lock = threading.Lock()
         self._committing = threading.Lock()
         self._closed = False
+        self._damage = ""
+        """Why the file cannot be used any more."""
 
     @classmethod
     def open(
@@ -182,7 +196,8 @@ class Catalog:
         """Sync the payload if there is something to claim, then write all that is wanted, in one synced transaction.
 
         Returns the slots whose claims are lost: their parent holds nothing, or something else. They are forgotten.
-        After a failure (`healthy` is False) everything is kept for the next call; the caller waits in between.
+        After a failure (`healthy` is False) everything is kept for the next call; the caller waits in between. Where
+        the file is gone, too short or damaged it is set aside, an empty one takes its place, and all claims are lost.
         """
         self._check_open()
         if not self._committing.acquire(timeout=_COMMIT_WAIT_S):
@@ -249,7 +264,22 @@ class Catalog:
             taken = self._table.take()
         written = taken is None or self._write(taken)
         self.healthy = synced and written and not self._table.epoch_file_dirty
-        return lost
+        return np.concatenate((lost, self._begin_anew())) if self._damage else lost
+
+    def _begin_anew(self) -> Slots:
+        """Replace a file that cannot be used by an empty one. Returns the slots that were claimed in the old one."""
+        directory = self.directory
+        try:
+            if directory.catalog_path.parent.exists():
+                set_aside(directory, self._damage)
+            make_empty(directory, self._table.manifest, self._ops)
+        except (OSError, ConfigError) as e:
+            self._failed("anew", f"{self._damage}; no new file: {e}")
+            return NO_SLOTS
+        self.counters["begun_anew"] += 1
+        self._damage = ""
+        with self._lock:
+            return self._table.lose_claims()
 
     def _write_rest(self) -> bool:
         """The last transaction, with use counts and without new claims."""
@@ -289,6 +319,7 @@ class Catalog:
         """Write one transaction, with a larger map where it does not fit; what went wrong, or None."""
         try:
             if self._store is None:
+                used_nbytes(self.directory.catalog_path)
                 self._store = open_store(self.directory, self._table.manifest, self.durability, self._ops)
             try:
                 self._store.apply(change)
@@ -296,6 +327,10 @@ class Catalog:
                 self.counters["map_grown"] += 1
                 reserve(self.directory, self._store.path, self._store.grow(), self._ops)
                 self._store.apply(change)
+        except (*_UNUSABLE, FileNotFoundError) as e:
+            self._close_store()
+            self._damage = f"{type(e).__name__}: {e}"
+            return self._damage
         except (lmdb.Error, OSError, ConfigError, MemoryError) as e:
             self._close_store()
             return f"{type(e).__name__}: {e}"
@@ -316,7 +351,7 @@ class Catalog:
             return
         try:
             found = self._store.symbols(set(sparse.records))
-        except lmdb.Error as e:
+        except (lmdb.Error, DamagedCatalogError) as e:
             self._failed("transaction", f"reading symbols: {e}")
             return
         width = self.manifest.symbol_nbytes

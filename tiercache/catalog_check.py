@@ -20,7 +20,7 @@ from pathlib import Path
 import xxhash
 
 from tiercache.catalog_rows import DISK_FULL, OTHER_FORMAT, READY, UNABLE, DamagedCatalogError, used_nbytes
-from tiercache.directory import StoreDirectory, sync_directory, write_durably
+from tiercache.directory import StoreDirectory, read_small, sync_directory, write_durably
 from tiercache.errors import ConfigError, FormatVersionError
 
 __all__ = [
@@ -45,10 +45,20 @@ def make_sound(directory: StoreDirectory) -> None:
     """Leave `directory` with a catalog that LMDB may map, and its marker, or with none.
 
     What cannot be read is renamed aside, counted and logged, and `directory.cold_reason` says so. ConfigError where the
-    disk has no space for the copy, FormatVersionError for another version's catalog; both change nothing.
+    disk has no space for the copy, or the directory cannot be changed; FormatVersionError for another version's
+    catalog. Both lose nothing.
     """
+    try:
+        _make_sound(directory)
+    except OSError as e:
+        raise ConfigError("path", str(directory.path), f"its catalog cannot be made ready ({e})") from e
+
+
+def _make_sound(directory: StoreDirectory) -> None:
     path = directory.catalog_path
     _sweep(directory)
+    if os.path.lexists(path.parent) and not path.parent.is_dir():
+        set_aside(directory, "it is in no directory")
     if not path.exists():
         return
     try:
@@ -150,7 +160,7 @@ def _no_check(source: Path, why: str) -> ConfigError:
 def marker_holds(directory: StoreDirectory) -> bool:
     """True where the marker of an orderly close describes exactly the catalog file that is there."""
     try:
-        marker = json.loads(directory.clean_path.read_bytes())
+        marker = json.loads(read_small(directory.clean_path))
         return bool(marker == _describe(directory.catalog_path))
     except (OSError, ValueError, DamagedCatalogError):
         return False
@@ -169,7 +179,7 @@ def drop_marker(directory: StoreDirectory) -> None:
 
 
 def set_aside(directory: StoreDirectory, why: str) -> None:
-    """Rename the catalog away for whoever wants to look at it; the two newest such are kept."""
+    """Rename the catalog away for whoever wants to look at it; the two newest such are kept. OSError."""
     _LOG.warning("%s: the catalog is unusable (%s): set aside, the start is cold", directory.path, why)
     directory.counters["catalogs_set_aside"] += 1
     directory.cold_reason = "corrupt"
@@ -178,7 +188,16 @@ def set_aside(directory: StoreDirectory, why: str) -> None:
     sync_directory(directory.path)
     aside = sorted(directory.path.glob("catalog.bad-*"), key=lambda path: path.name)
     for path in aside[:-_KEPT_ASIDE]:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """As far as possible."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def unreadable(directory: StoreDirectory, error: Exception) -> ConfigError:
@@ -207,8 +226,4 @@ def _sweep(directory: StoreDirectory) -> None:
     """Remove what an interrupted start left."""
     for pattern in ("catalog.new-*", "epoch.tmp", "STORE.tmp", "clean.tmp", ".probe-*"):
         for path in directory.path.glob(pattern):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+            _remove(path)

@@ -51,17 +51,19 @@ def copy(source: Path, target: Path) -> dict[str, int]:
         manifest, next_symbol = old.read_manifest()
         new.apply(Change(manifest=manifest, next_symbol=next_symbol))
         for name in ("rows", "symbols"):
-            records = iter(old.records(name))
+            records, missing = iter(old.records(name)), old.count(name)
             while batch := list(islice(records, _BATCH)):
                 whole = {key: value for key, value in batch if check_record(name, key, value)}
                 counts["kept"] += len(whole)
                 counts["bad"] += len(batch) - len(whole)
+                missing -= len(batch)
                 change = Change(next_symbol=next_symbol)
                 if name == "rows":
                     change.rows.update(whole)
                 else:
                     change.symbols.update(whole)
                 new.apply(change)
+            counts["bad"] += max(0, missing)  # where a page of the tree lost its records, none of them was seen
         new.sync()
     finally:
         old.close()

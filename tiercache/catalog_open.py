@@ -34,7 +34,17 @@ from tiercache.tiers.fileio import OS_FILES, FileOps
 from tiercache.tiers.nvme import extents_for
 from tiercache.types import Recovered, Slots
 
-__all__ = ["Loaded", "Symbols", "adopt", "load", "make_fresh", "open_store", "peek_manifest", "recovered_of"]
+__all__ = [
+    "Loaded",
+    "Symbols",
+    "adopt",
+    "load",
+    "make_empty",
+    "make_fresh",
+    "open_store",
+    "peek_manifest",
+    "recovered_of",
+]
 
 _LOG = logging.getLogger("tiercache.catalog")
 
@@ -105,7 +115,7 @@ def peek_manifest(directory: StoreDirectory) -> Manifest | None:
     except (DamagedCatalogError, lmdb.Error, OSError) as e:
         if not is_damage(e):
             raise unreadable(directory, e) from e
-        set_aside(directory, str(e))
+        _put_aside(directory, e)
         return None
     if manifest.store_id != directory.store_id:
         return None
@@ -136,9 +146,16 @@ def adopt(directory: StoreDirectory, wanted: Manifest, root_ident: int) -> tuple
     except (DamagedCatalogError, lmdb.Error, OSError) as e:
         if not is_damage(e):
             raise unreadable(directory, e) from e
-        set_aside(directory, str(e))
+        _put_aside(directory, e)
         return None, directory.cold_reason
     return loaded, ""
+
+
+def _put_aside(directory: StoreDirectory, why: Exception) -> None:
+    try:
+        set_aside(directory, str(why))
+    except OSError as e:
+        raise ConfigError("path", str(directory.path), f"its damaged catalog cannot be renamed ({e})") from e
 
 
 def _difference(directory: StoreDirectory, found: Manifest, wanted: Manifest) -> str:
@@ -239,24 +256,36 @@ def make_fresh(directory: StoreDirectory, wanted: Manifest, capacity: int, ops: 
     ConfigError where the disk has no room for it.
     """
     manifest = replace(wanted, store_id=directory.store_id, capacity=capacity, extents=extents_for(capacity))
-    place = directory.path / f"catalog.new-{secrets.token_hex(4)}"
     try:
         directory.write_epoch(wanted.epoch)
+    except OSError as e:
+        raise _no_catalog(directory, e) from e
+    make_empty(directory, manifest, ops)
+    return manifest
+
+
+def make_empty(directory: StoreDirectory, manifest: Manifest, ops: FileOps = OS_FILES) -> None:
+    """Put an empty catalog with this manifest where the catalog belongs; durable on return. ConfigError: no room."""
+    place = directory.path / f"catalog.new-{secrets.token_hex(4)}"
+    nbytes = map_nbytes_for(manifest.capacity, manifest.symbol_nbytes)
+    try:
         place.mkdir(mode=0o700)
         place.chmod(0o700)
         path = place / "data.mdb"
-        store = RowStore(path, map_nbytes_for(capacity, wanted.symbol_nbytes))
+        store = RowStore(path, nbytes)
         try:
             store.apply(Change(manifest=manifest))
         finally:
             store.close()
-        reserve(directory, path, map_nbytes_for(capacity, wanted.symbol_nbytes), ops)
+        reserve(directory, path, nbytes, ops)
         install(directory, place)
     except (OSError, lmdb.Error) as e:
-        raise ConfigError(
-            "path", str(directory.path), f"no catalog can be made there ({e}); {directory.free_nbytes()} bytes are free"
-        ) from e
-    return manifest
+        raise _no_catalog(directory, e) from e
+
+
+def _no_catalog(directory: StoreDirectory, why: Exception) -> ConfigError:
+    free = directory.free_nbytes()
+    return ConfigError("path", str(directory.path), f"no catalog can be made there ({why}); {free} bytes are free")
 
 
 def open_store(directory: StoreDirectory, manifest: Manifest, durability: str, ops: FileOps = OS_FILES) -> RowStore:

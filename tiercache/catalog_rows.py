@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -169,13 +170,17 @@ class Change:
 class RowStore:
     """The catalog's LMDB file. No locking of its own: one caller at a time. Raises lmdb.Error and OSError.
 
-    Only for files that are whole (see `catalog_open`): LMDB trusts what it maps.
+    Only for files that are whole (see `catalog_open`): LMDB trusts what it maps. That the file is still there, and as
+    long as LMDB will read, is looked at before each transaction of an open one (DamagedCatalogError): a page past its
+    end would be a SIGBUS. What nobody can see beforehand is a page that the medium does not give back any more.
     """
 
     def __init__(
         self, path: Path, map_nbytes: int, *, readonly: bool = False, sync: bool = True, metasync: bool = True
     ) -> None:
         self.path = path
+        self._used = 0
+        """Bytes that LMDB may read."""
         self._env = lmdb.open(
             str(path),
             map_size=map_nbytes,
@@ -195,12 +200,15 @@ class RowStore:
             self._rows, self._symbols, self._manifest = (
                 self._env.open_db(name, create=not readonly) for name in (b"rows", b"symbols", b"manifest")
             )
+            self._inode = path.stat().st_ino
+            self._note_used()
         except BaseException:
             self._env.close()
             raise
 
     def apply(self, change: Change) -> None:
         """Write `change` in one transaction, synced on return."""
+        self._check_file()
         with self._env.begin(write=True) as txn:
             if change.clear:
                 txn.drop(self._rows, delete=False)
@@ -215,6 +223,7 @@ class RowStore:
             if change.manifest is not None:
                 txn.put(_MANIFEST_KEY, _framed(change.manifest.to_json()), db=self._manifest)
             txn.put(_NEXT_KEY, _framed(_KEY.pack(change.next_symbol)), db=self._manifest)
+        self._note_used()
 
     def read_manifest(self) -> tuple[Manifest, int]:
         """The manifest, and the number of the next symbol record. DamagedCatalogError, FormatVersionError."""
@@ -232,8 +241,15 @@ class RowStore:
                 if len(key) == _KEY.size:
                     yield _KEY.unpack(key)[0], value
 
+    def count(self, name: str) -> int:
+        """How many records of `rows` or `symbols` there should be, by what LMDB says of the tree."""
+        with self._env.begin() as txn:
+            entries: int = txn.stat(self._rows if name == "rows" else self._symbols)["entries"]
+            return entries
+
     def symbols(self, records: Iterable[int]) -> dict[int, bytes]:
         """The symbol records with these ids that are there, unchecked."""
+        self._check_file()
         found = {}
         with self._env.begin() as txn:
             for record in records:
@@ -255,6 +271,17 @@ class RowStore:
     def close(self) -> None:
         """Unmap and close the file."""
         self._env.close()
+
+    def _note_used(self) -> None:
+        self._used = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+
+    def _check_file(self) -> None:
+        try:
+            facts = self.path.stat()
+        except (FileNotFoundError, NotADirectoryError) as e:
+            raise DamagedCatalogError(f"the file is gone ({e})") from e
+        if facts.st_ino != self._inode or facts.st_size < self._used:
+            raise DamagedCatalogError(f"the file was replaced, or has {facts.st_size} bytes and needs {self._used}")
 
 
 def _put_sorted(txn: lmdb.Transaction, db: Any, items: Iterable[tuple[int, bytes]]) -> None:
@@ -306,8 +333,10 @@ def used_nbytes(path: Path) -> int:
 
     DamagedCatalogError where the file is no LMDB file, or shorter than that (LMDB would die of SIGBUS). OSError.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise DamagedCatalogError("not a plain file")
         size = os.fstat(fd).st_size
         head = os.pread(fd, 152, 0)
         page = _meta(head)[0]

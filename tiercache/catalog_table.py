@@ -144,6 +144,16 @@ class SlotTable:
         self.root = root_ident_of(bytes.fromhex(self.manifest.namespace), epoch)
         self._clear = self.manifest_dirty = self.epoch_file_dirty = True
 
+    def lose_claims(self) -> Slots:
+        """The file is gone, and an empty one in its place: forget and return all that was claimed. O(capacity)."""
+        lost = np.flatnonzero(self.state >= CLAIMING).astype(np.int32)
+        self.state[lost] = EMPTY
+        self.life[lost] += np.uint32(1)
+        self.book.clear()
+        self._dirty[:] = self._used[:] = False
+        self.counters["lost_claims"] += len(lost)
+        return lost
+
     def waiting(self) -> list[Batch]:
         """Batches of which something may still be claimed; those without are dropped."""
         self.batches = [batch for batch in self.batches if (self.life[batch.slots] == batch.lives).any()]

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import secrets
+import stat
 import threading
 import time
 from collections import Counter
@@ -27,13 +28,14 @@ from pathlib import Path
 
 from tiercache.errors import CacheClosedError, ConfigError, DirectoryInUseError, FormatVersionError
 
-__all__ = ["FORMAT_VERSION", "StoreDirectory", "filesystem_type", "sync_directory", "write_durably"]
+__all__ = ["FORMAT_VERSION", "StoreDirectory", "filesystem_type", "read_small", "sync_directory", "write_durably"]
 
 FORMAT_VERSION = 1
 """Of everything in the directory together: files, catalog records, checksums."""
 
 _LOG = logging.getLogger("tiercache.directory")
 _RETRY_S = 0.02
+_SMALL_NBYTES = 1 << 16
 _MOUNTS = Path("/proc/self/mountinfo")
 _owned: set[tuple[int, int]] = set()
 """Device and inode of every lock this process holds: on NFS flock is per process, and would grant a second one."""
@@ -67,7 +69,7 @@ class StoreDirectory:
         DirectoryInUseError: the other did not go. FormatVersionError: written by a version that we cannot read;
         nothing is touched. ConfigError: no directory can be had there, or without `create` there is none.
         """
-        place = Path(path)
+        place = Path(os.path.abspath(path))  # noqa: PTH100 - not resolved; whoever changes directory changes nothing here
         try:
             _make_directory(place, create)
             fd = os.open(place / "lock", os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
@@ -122,7 +124,7 @@ class StoreDirectory:
     def read_epoch(self) -> bytes | None:
         """The epoch file's bytes; None where it is missing or holds nonsense. OSError where it cannot be read."""
         try:
-            return bytes.fromhex((self.path / "epoch").read_text("ascii").strip())
+            return bytes.fromhex(read_small(self.path / "epoch").decode("ascii").strip())
         except (FileNotFoundError, ValueError):
             return None
 
@@ -153,6 +155,18 @@ class StoreDirectory:
 
     def __repr__(self) -> str:
         return f"StoreDirectory({str(self.path)!r}, {self.fs_type}, {'closed' if self.closed else 'open'})"
+
+
+def read_small(path: Path) -> bytes:
+    """The (first 64 KiB of the) file at `path`. ValueError for what is no plain file: a FIFO would keep us waiting, a
+    device might never end. OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError(f"{path} is not a plain file")
+        return os.read(fd, _SMALL_NBYTES)
+    finally:
+        os.close(fd)
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -268,7 +282,7 @@ def _store_id(place: Path, create: bool) -> str:
     """Read STORE, or write it. FormatVersionError where another version wrote it."""
     path = place / "STORE"
     try:
-        facts = json.loads(path.read_bytes())
+        facts = json.loads(read_small(path))
         version, store_id = facts["format"], facts["store_id"]
     except FileNotFoundError:
         if not create:

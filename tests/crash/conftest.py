@@ -10,6 +10,7 @@ import pytest
 
 from tiercache.testing.crash import POINTS, Zygote
 
+_HERE = Path(__file__).parent
 _CUTS = pytest.StashKey[Counter[str]]()
 _KILLS = pytest.StashKey[Counter[str]]()
 _SHOWN = {
@@ -37,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    with Zygote(["crash_scripts"], [str(Path(__file__).parent)]) as process:
+    with Zygote(["crash_scripts", "catalog_scripts"], [str(_HERE), str(_HERE.parent)]) as process:
         yield process
 
 

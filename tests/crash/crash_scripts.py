@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import lmdb
 import numpy as np
 from crash_world import (
     BLOCK,
+    STRIDE,
     UNIVERSE,
     Model,
     Op,
@@ -25,8 +27,10 @@ from crash_world import (
     tokens_of,
 )
 
-from tiercache import TieredKVCache, catalog_check, catalog_copy
+from tiercache import TieredKVCache, catalog_check, catalog_copy, scrub
 from tiercache.catalog_rows import DamagedCatalogError
+from tiercache.errors import ConfigError
+from tiercache.scrub import check_directory
 from tiercache.testing.crash import Report, Trap, die
 
 OURS = {"lock", "STORE", "epoch", "clean", "catalog"}
@@ -187,6 +191,20 @@ class Driver:
         assert self.cache is not None
         return self.cache.release(tokens_of(path))
 
+    # -- without a cache ------------------------------------------------------------------------------------------
+
+    def do_spoil(self, what: str) -> None:
+        """Damage the closed store: its "catalog", or some blocks of its "payload"."""
+        if what == "catalog":
+            os.truncate(Path(self.place) / "catalog" / "data.mdb", 100)
+        else:
+            with (Path(self.place) / "slots-00.dat").open("r+b") as file:
+                for slot in range(5, self.model.shape.nvme, 4):
+                    os.pwrite(file.fileno(), b"spoiled", slot * STRIDE + 100)
+
+    def do_fix(self) -> int:
+        return check_directory(self.place, fix=True, scrub=True).fixed
+
 
 def copy_inside() -> None:
     """In this process: copy catalogs after an unclean stop here, not in a fresh interpreter, which takes longer."""
@@ -198,6 +216,7 @@ def copy_inside() -> None:
             raise DamagedCatalogError(str(e)) from e
 
     catalog_check.checked_copy = checked_copy
+    scrub.checked_copy = checked_copy  # type: ignore[attr-defined]
 
 
 def run(report: Report, argument: dict[str, Any]) -> None:
@@ -225,13 +244,23 @@ def verify(report: Report, argument: dict[str, Any]) -> None:
     if argument["inside"]:
         copy_inside()
     ops, results = argument["ops"], argument["results"]
-    report(examine(argument["place"], Model.of(ops, results), paths_of(ops), go_on=True))
+    model = Model.of(ops, results)
+    report(examine(argument["place"], model, paths_of(ops), go_on=True, damaged=model.spoiled))
 
 
 def verify_damaged(report: Report, argument: dict[str, Any]) -> None:
-    """Open a directory that somebody damaged. Nothing in it was promised; but what comes of it must be right."""
+    """Open a directory that somebody damaged. Nothing in it was promised; but what comes of it must be right.
+
+    As another user where "uid" is there. A ConfigError is reported as "refused".
+    """
+    if "uid" in argument:
+        copy_inside()  # that user may not run this interpreter
+        os.setresuid(argument["uid"], argument["uid"], argument["uid"])
     model = Model(Shape(**argument["shape"]), reused=True)
-    report(examine(argument["place"], model, UNIVERSE, go_on=True, damaged=True))
+    try:
+        report(examine(argument["place"], model, UNIVERSE, go_on=True, damaged=True))
+    except ConfigError as e:
+        report({"problems": [], "refused": str(e)})
 
 
 def examine(

@@ -158,6 +158,9 @@ class Model:
     reused: bool = False
     """Slots may have had more than one life: a block that was promised nowhere may be gone."""
 
+    spoiled: bool = False
+    """Somebody damaged the store: nothing need be there."""
+
     @classmethod
     def of(cls, ops: list[Op], results: list[Any]) -> Model:
         """After `results`; the operation after them, if there is one, was under way."""
@@ -191,6 +194,9 @@ class Model:
                 self.stored.add(path)
                 if not self.shape.roomy and total_blocks(sorted(self.stored)) > self.shape.nvme:
                     self._lose_all()
+            case ["spoil", _]:
+                self._lose_all()
+                self.spoiled = True
             case ["load" | "out", _] if not self.shape.roomy:
                 self._lose_all()
             case _:

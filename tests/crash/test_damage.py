@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lmdb
 import pytest
+import xxhash
 from crash_world import STRIDE, UNIVERSE, Op, Shape
 
 from tiercache.catalog_rows import used_nbytes
@@ -18,6 +20,7 @@ from tiercache.testing.crash import Zygote
 
 SHAPE = Shape(dram=12, nvme=40, roomy=False)
 PAGE = 4096
+NOBODY = 65534
 Harm = Callable[[Path], Any]
 
 
@@ -61,15 +64,18 @@ def base(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Base:
     return Base(zygote, tmp_path_factory.mktemp("base"))
 
 
-def examine(zygote: Zygote, source: Path, place: Path, harm: Harm) -> dict[str, Any]:
+def examine(
+    zygote: Zygote, source: Path, place: Path, harm: Harm, keep: bool = False, **options: Any
+) -> dict[str, Any]:
     """Open a copy of the store after some harm; what came of it, and nothing of that is wrong."""
     shutil.copytree(source, place)
     harm(place)
-    child = zygote.start("crash_scripts:verify_damaged", {"place": str(place), "shape": SHAPE.as_json()})
+    child = zygote.start("crash_scripts:verify_damaged", {"place": str(place), "shape": SHAPE.as_json(), **options})
     assert child.wait() == 0, child.error or f"status {child.status}\n{zygote.log()}"
     (facts,) = child.reports
     assert facts["problems"] == [], zygote.log()[-2000:]
-    shutil.rmtree(place)
+    if not keep:
+        shutil.rmtree(place)
     return dict(facts)
 
 
@@ -179,6 +185,28 @@ def test_an_older_catalog_from_before_an_epoch_is_not_used(zygote: Zygote, base:
     assert (facts["cold"], facts["recovered"]) == ("epoch", 0)
 
 
+def _with_manifest(value: bytes, framed: bool) -> Harm:
+    """Another record in the place of the manifest, its checksum right or wrong."""
+
+    def harm(path: Path) -> None:
+        with lmdb.open(str(catalog(path)), subdir=False, lock=False, max_dbs=3, map_size=64 << 20) as env:
+            db = env.open_db(b"manifest", create=False)
+            with env.begin(write=True) as txn:
+                txn.put(b"manifest", (xxhash.xxh3_64_digest(value) if framed else bytes(8)) + value, db=db)
+
+    return harm
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff\xfe nonsense", b"[]", b'{"format": 1}', b'{"format": 1, "epoch": 5}'])
+@pytest.mark.parametrize("framed", [True, False])
+def test_a_manifest_of_nonsense_is_set_aside(
+    zygote: Zygote, base: Base, tmp_path: Path, value: bytes, framed: bool
+) -> None:
+    facts = examine(zygote, base.path, tmp_path / "kv", _with_manifest(value, framed))
+    assert (facts["cold"], facts["recovered"]) == ("corrupt", 0)
+    assert facts["counters"] == {"unclean_opens": 1, "catalogs_set_aside": 1}
+
+
 # --- the small files ---------------------------------------------------------------------------------------------
 
 
@@ -223,6 +251,82 @@ def test_a_marker_that_does_not_hold_costs_a_check_only(
     facts = examine(zygote, base.path, tmp_path / "kv", harm)
     assert facts["counters"] == {"unclean_opens": 1} and facts["cold"] == ""
     assert (facts["recovered"], facts["lost"]) == (base.facts["recovered"], 0)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _link_to(target: str) -> Harm:
+    return lambda path: path.symlink_to(target)
+
+
+STRANGE: dict[str, Harm] = {
+    "directory": lambda path: path.mkdir(),
+    "fifo": lambda path: os.mkfifo(path),
+    "dangling": _link_to("nowhere"),
+    "loop": lambda path: path.symlink_to(path.name),
+    "endless": _link_to("/dev/zero"),
+    "garbage": lambda path: path.write_bytes(random.Random(5).randbytes(5000)),
+}
+CORRUPT, REFUSED = "corrupt", "refused"
+STRANGE_PLACES = {
+    "catalog/data.mdb": {**dict.fromkeys(STRANGE, CORRUPT), "dangling": "new", "loop": "new"},
+    "catalog": {**dict.fromkeys(STRANGE, CORRUPT), "directory": "new"},
+    "slots-00.dat": {**dict.fromkeys(STRANGE, REFUSED), "dangling": "", "garbage": ""},
+    "epoch": {**dict.fromkeys(STRANGE, "epoch"), "directory": REFUSED, "loop": REFUSED},
+    "STORE": {**dict.fromkeys(STRANGE, "store"), "directory": REFUSED, "loop": REFUSED},
+    "clean": {**dict.fromkeys(STRANGE, ""), "directory": REFUSED},
+    "lock": {**dict.fromkeys(STRANGE, REFUSED), "dangling": "", "garbage": ""},
+}
+"""What comes of each: the reason of a cold start, "" for a warm one, or a ConfigError that names the directory."""
+
+
+@pytest.mark.parametrize("name", STRANGE_PLACES)
+@pytest.mark.parametrize("kind", STRANGE)
+def test_something_else_in_a_file_s_place_never_hangs_or_kills(
+    zygote: Zygote, base: Base, tmp_path: Path, name: str, kind: str
+) -> None:
+    def harm(path: Path) -> None:
+        _remove(path / name)
+        STRANGE[kind](path / name)
+
+    facts = examine(zygote, base.path, tmp_path / "kv", harm)
+    if "refused" in facts:
+        assert STRANGE_PLACES[name][kind] == REFUSED and str(tmp_path / "kv") in facts["refused"]
+        return
+    assert facts["cold"] == STRANGE_PLACES[name][kind]
+    assert facts["counters"].get("catalogs_set_aside", 0) == (facts["cold"] == CORRUPT)
+    assert (facts["recovered"] > 0) == (facts["cold"] == "")
+
+
+@pytest.mark.parametrize(
+    "name", ["catalog/data.mdb", "catalog", "slots-00.dat", "epoch", "STORE", "clean", "lock", "."]
+)
+def test_what_may_not_be_read_is_refused_and_lost_by_nobody(zygote: Zygote, base: Base, name: str) -> None:
+    """As a user who is not root: to root nothing is forbidden. Only the marker may be done without."""
+    is_root = os.getuid() == 0
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch) / "kv"
+
+        def harm(path: Path) -> None:
+            if is_root:
+                Path(scratch).chmod(0o755)
+                for each in [path, *path.rglob("*")]:
+                    os.chown(each, NOBODY, NOBODY)
+            (path / name).chmod(0)
+
+        facts = examine(zygote, base.path, place, harm, keep=True, **({"uid": NOBODY} if is_root else {}))
+        if name == "clean":
+            assert facts["cold"] == "" and facts["recovered"] == base.facts["recovered"]
+        else:
+            assert str(place) in facts["refused"]
+            (place / name).chmod(0o700)
+            back = examine(zygote, place, Path(scratch) / "again", lambda path: None)
+            assert back["recovered"] == base.facts["recovered"]
 
 
 # --- the payload -------------------------------------------------------------------------------------------------

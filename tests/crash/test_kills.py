@@ -11,6 +11,7 @@ import itertools
 import random
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,12 @@ def cases(before: list[Op], then: list[Op], points: str, earlier: list[list[Op]]
     return [([*(earlier or []), [*before, arm(point), *then]], point) for point in points.split()]
 
 
+def name_of(point: str) -> str:
+    return point.removeprefix("~").partition("*")[0]
+
+
 def arm(point: str) -> Op:
-    name, _, nth = point.removeprefix("~").partition("*")
-    return ["arm", name, int(nth or 1)]
+    return ["arm", name_of(point), int(point.partition("*")[2] or 1)]
 
 
 KILLS: dict[str, list[Case]] = {
@@ -102,8 +106,8 @@ KILLS: dict[str, list[Case]] = {
     "reopen": cases(
         [],
         [OPEN],
-        "~locked copy-before copy-running ~transaction-after*2 copy-after ~install-before marker-dropped install-after "
-        "start-marker-after ~reserved ~probe ~files-open",
+        "~locked ~swept copy-before copy-running ~transaction-after*2 copy-written copy-after ~install-before "
+        "marker-dropped install-after start-marker-after ~reserved ~probe ~files-open",
         earlier=[[OPEN, *FLUSHED, *MORE, DIE]],
     ),
     "reopen after a close": cases(
@@ -121,12 +125,30 @@ KILLS: dict[str, list[Case]] = {
         "transaction-before transaction-after moved ~transaction-before*2 transaction-inside*2 shrunk truncate-before "
         "truncate-after unlink-after ~files-open",
     ),
+    "reopen after damage": cases(
+        [["spoil", "catalog"]],
+        [OPEN],
+        "set-aside-before set-aside-after ~fresh-install-before ~fresh-install-after ~files-open",
+        earlier=[[OPEN, *FLUSHED, DIE]],
+    ),
+    "repair": cases(
+        [["spoil", "payload"]],
+        [["fix"]],
+        "~locked payload-read ~copy-before ~marker-dropped ~open-marker-dropped transaction-before transaction-inside "
+        "transaction-after ~marker-after",
+        earlier=[[OPEN, *FLUSHED, *MORE, ["flush"], DIE]],
+    ),
 }
-COLD = {"bump_epoch", "evict", "first open"}
+COLD = {"bump_epoch", "evict", "first open", "reopen after damage"}
 """Phases after which nothing may be there."""
+INSIDE = {"copy-written"}
+"""Points of the copy of a catalog, which in the other runs is made by a process of its own."""
+OUTSIDE = {"copy-running"}
 
 
-def live(zygote: Zygote, place: Path, lives: list[list[Op]], inside: bool) -> tuple[list[Op], list[Any]]:
+def live(
+    zygote: Zygote, tally: Counter[str], place: Path, lives: list[list[Op]], inside: bool
+) -> tuple[list[Op], list[Any]]:
     """Run one life after the other in `place`, each until it kills itself; operations and results of all of them."""
     ops: list[Op] = []
     results: list[Any] = []
@@ -135,6 +157,7 @@ def live(zygote: Zygote, place: Path, lives: list[list[Op]], inside: bool) -> tu
         argument = {"place": str(place), "ops": ops, "results": results, "inside": inside}
         child = zygote.start("crash_scripts:run", argument)
         assert child.wait() == -signal.SIGKILL, child.error or "it survived"
+        tally["afterwards" if life[-1] == DIE else next(op[1] for op in life if op[0] == "arm")] += 1
         results = results + child.reports
     return ops, results
 
@@ -157,7 +180,7 @@ NUMBERED = [
     pytest.param(
         phase,
         case,
-        number % 5 != 0 and case[1] != "copy-running",
+        name_of(case[1]) in INSIDE or (number % 5 != 0 and name_of(case[1]) not in OUTSIDE),
         id=f"{phase}-{case[1].removeprefix('~')}".replace(" ", "-"),
         marks=[pytest.mark.slow] if case[1].startswith("~") else [],
     )
@@ -166,8 +189,10 @@ NUMBERED = [
 
 
 @pytest.mark.parametrize(("phase", "case", "inside"), NUMBERED)
-def test_kill_at_a_point(zygote: Zygote, tmp_path: Path, phase: str, case: Case, inside: bool) -> None:
-    ops, results = live(zygote, tmp_path / "kv", case[0], inside)
+def test_kill_at_a_point(
+    zygote: Zygote, kill_tally: Counter[str], tmp_path: Path, phase: str, case: Case, inside: bool
+) -> None:
+    ops, results = live(zygote, kill_tally, tmp_path / "kv", case[0], inside)
     facts = verify(zygote, tmp_path / "kv", ops, results, inside)
     assert facts["served"] > 0 or phase in COLD
 
@@ -188,52 +213,67 @@ def test_kill_at_a_point(zygote: Zygote, tmp_path: Path, phase: str, case: Case,
         pytest.param([OPEN, *FLUSHED, *MORE, ["close"], DIE], id="closed"),
     ],
 )
-def test_kill_after_the_promise(zygote: Zygote, tmp_path: Path, ops: list[Op]) -> None:
-    ops, results = live(zygote, tmp_path / "kv", [ops], inside=True)
+def test_kill_after_the_promise(zygote: Zygote, kill_tally: Counter[str], tmp_path: Path, ops: list[Op]) -> None:
+    ops, results = live(zygote, kill_tally, tmp_path / "kv", [ops], inside=True)
     facts = verify(zygote, tmp_path / "kv", ops, results, inside=True)
     model = Model.of(ops, results)
     assert facts["recovered"] >= max(model.claimed, *model.acked.values(), 0)
     assert facts["served"] > 0 or ops[-2][0] == "bump"
 
 
-def kill_at_random(zygote: Zygote, place: Path, seed: int) -> None:
-    """Random operations, until the process dies at a random point, or is killed from outside at a random moment."""
+def test_every_point_is_named_in_a_case() -> None:
+    """And a case whose process does not die at its point is red."""
+    assert {name_of(point) for list_ in KILLS.values() for _, point in list_} == set(POINTS)
+
+
+UNUSUAL = {point for phase in ("reopen", "reopen after damage", "repair", "shrink") for _, point in KILLS[phase]}
+USUAL = sorted(set(POINTS) - {name_of(point) for point in UNUSUAL} | {"transaction-before", "transaction-inside"})
+"""Points that most lives pass."""
+
+
+def kill_at_random(zygote: Zygote, tally: Counter[str], place: Path, seed: int) -> None:
+    """Random operations, until the process dies at a point, or (one in five) is killed from outside at any moment."""
     rng = random.Random(seed)
     ops = random_ops(rng, random_shape(rng), rng.randrange(10, 40))
-    from_outside = rng.random() < 0.5
-    if not from_outside:
-        ops.insert(rng.randrange(len(ops)), ["arm", rng.choice(list(POINTS)), rng.randrange(1, 8)])
+    point = rng.choice(USUAL) if seed % 5 else ""
+    if point:
+        at = 0 if rng.random() < 0.3 else rng.randrange(len(ops))
+        ops.insert(at, ["arm", point, rng.choice([1, 1, 1, 2, 4])])
+        opening = [op for op in ops if op[0] == "open"][-1]
+        ops += [["store", "0.0.0"], ["flush"], ["load", "0.0.0"], ["out", "1"], ["invalidate", "0.0"], ["bump", "last"]]
+        ops += [["close"], opening]
     ops.append(DIE)
     inside = rng.random() < 0.8
     child = zygote.start("crash_scripts:run", {"place": str(place), "ops": ops, "results": [], "inside": inside})
-    if from_outside:
+    if not point:
         wanted, until = rng.randrange(len(ops)), time.monotonic() + 30
         while len(child.reports) < wanted and child.read(until):
             pass
         time.sleep(rng.random() * rng.choice([0.001, 0.01, 0.05]))
         child.kill()
     assert child.wait() == -signal.SIGKILL, child.error
+    tally["outside" if not point else "afterwards" if len(child.reports) == len(ops) - 1 else point] += 1
     verify(zygote, place, ops, child.reports, inside)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_kill_at_random(zygote: Zygote, tmp_path: Path, seed: int) -> None:
-    kill_at_random(zygote, tmp_path / "kv", seed)
+def test_kill_at_random(zygote: Zygote, kill_tally: Counter[str], tmp_path: Path, seed: int) -> None:
+    kill_at_random(zygote, kill_tally, tmp_path / "kv", seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(100, 400, 20))
-def test_kill_at_random_often(zygote: Zygote, tmp_path: Path, first: int) -> None:
+@pytest.mark.parametrize("first", range(100, 500, 20))
+def test_kill_at_random_often(zygote: Zygote, kill_tally: Counter[str], tmp_path: Path, first: int) -> None:
     for seed in range(first, first + 20):
-        kill_at_random(zygote, tmp_path / str(seed), seed)
+        kill_at_random(zygote, kill_tally, tmp_path / str(seed), seed)
 
 
-def test_five_lives_within_the_limit(zygote: Zygote, tmp_path: Path) -> None:
+def test_five_lives_within_the_limit(zygote: Zygote, kill_tally: Counter[str], tmp_path: Path) -> None:
     """Killed, or closed, five times: the directory does not grow past its limit, and all that was stored is found."""
     parts = [MANY[i : i + 5] for i in range(0, 25, 5)]
     ends: list[list[Op]] = [[["flush"], DIE], [["close"], DIE]]
     lives = [[OPEN, *part, *end] for part, end in zip(parts, itertools.cycle(ends))]
-    ops, results = live(zygote, tmp_path / "kv", lives, inside=False)
+    ops, results = live(zygote, kill_tally, tmp_path / "kv", lives, inside=False)
     opened = [result for op, result in zip(ops, results, strict=False) if op[0] == "open"]
     stored = [path for life in lives for kind, *path in life if kind == "store"]
     assert len(opened) == 5

@@ -95,12 +95,16 @@ POINTS: Final[dict[str, CrashPoint]] = {
     "unlock-before": _point("directory:StoreDirectory.close", "before"),
     # the start
     "locked": _point("directory:_take_lock", "after"),
+    "swept": _point("catalog_check:_sweep", "after"),
     "store-id-before": _point("directory:_store_id", "before"),
     "store-id-after": _point("directory:_store_id", "after"),
     "file-replaced": _point("directory:write_durably", "after"),
     "copy-before": _point("catalog_check:checked_copy", "before"),
     "copy-running": CrashPoint("subprocess:Popen.communicate", "before"),
+    "copy-written": _point("catalog_rows:RowStore.sync", "before"),
     "copy-after": _point("catalog_check:checked_copy", "after"),
+    "set-aside-before": _point("catalog_check:set_aside", "before"),
+    "set-aside-after": _point("catalog_check:set_aside", "after"),
     "marker-dropped": _point("catalog_check:drop_marker", "after"),
     "install-before": _point("catalog_check:install", "before"),
     "install-after": _point("catalog_check:install", "after"),
@@ -119,6 +123,8 @@ POINTS: Final[dict[str, CrashPoint]] = {
     "truncate-before": _point("tiers.fileio:OsFiles.ftruncate", "before"),
     "truncate-after": _point("tiers.fileio:OsFiles.ftruncate", "after"),
     "unlink-after": _point("tiers.fileio:OsFiles.unlink", "after"),
+    # a repair
+    "payload-read": _point("scrub:_read_payload", "after"),
 }
 """All points, by name. A point is passed as often as its call is made, by whatever thread."""
 
