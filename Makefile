@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-slow campaign bench lint types wheel clean
+.PHONY: help demo test test-slow campaign bench bench-report lint types wheel clean
 
 help:
 	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-slow  the tests marked slow (minutes)"
 	@echo "make bench      all benchmarks, about 12 minutes; QUICK=1: a few minutes; SMOKE=1: do they run?"
 	@echo "make campaign   10,000 power cuts (about five minutes on two quiet cores)"
+	@echo "make bench-report  docs/benchmarks.md and its pictures, from the newest results"
 	@echo "make lint       ruff: lint and format"
 	@echo "make types      mypy --strict"
 	@echo "make wheel      build the wheel and smoke-test it in a clean venv"
@@ -54,6 +55,9 @@ $(VENV)/bench.stamp: pyproject.toml | $(BIN)/python
 BENCH_SCALE := $(if $(SMOKE),smoke --bench-no-results,$(if $(QUICK),quick,full))
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m pytest -q bench --bench-scale $(BENCH_SCALE) $(BENCH_FLAGS)
+
+bench-report: $(VENV)/bench.stamp
+	$(BIN)/python -m bench.report
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

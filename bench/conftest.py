@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from bench.machine import ROOT
+from bench.machine import ROOT, free_nbytes, memory_nbytes
 from bench.pairs import Figure, Pairs
 from bench.scale import Scale
 from bench.session import Session, command_line, headline
 
 _SESSION = pytest.StashKey[Session]()
+_NEEDS_GIB = {"full": 8, "quick": 4, "smoke": 1}
+"""Of disk at the bench directory, and of memory, at the same time."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,10 +40,21 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     bench_dir = config.option.bench_dir.resolve()
     bench_dir.mkdir(parents=True, exist_ok=True)
+    _refuse_too_little(bench_dir, _NEEDS_GIB[config.option.bench_scale])
     session = Session(Scale(config.option.bench_scale), bench_dir, command_line([*config.invocation_params.args]))
     config.stash[_SESSION] = session
     config.add_cleanup(lambda: shutil.rmtree(session.place, ignore_errors=True))
     config.pluginmanager.register(Progress(config, session), "progress")
+
+
+def _refuse_too_little(bench_dir: Path, gib: int) -> None:
+    free, memory = free_nbytes(bench_dir) / 2**30, memory_nbytes("MemAvailable") / 2**30
+    if free < gib:
+        raise pytest.UsageError(f"{gib} GiB are needed in {bench_dir}, {free:.1f} are free: give another --bench-dir")
+    if memory < gib:
+        raise pytest.UsageError(
+            f"{gib} GiB of memory are needed, {memory:.1f} are available: --bench-scale=quick, smoke"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -97,6 +110,11 @@ class Progress:
             reporter.ensure_newline()
             reporter.write_line(f"[{time.time() - self._session.began:4.0f} s] {text}")
             reporter.flush()
+
+    def pytest_sessionstart(self) -> None:
+        load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+        if load > cores / 2:
+            self.say(f"load {load:.1f} on {cores} cores: others use this machine, so the figures will be noisy")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         name = nodeid.partition("::")[0]

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercache import DRAM, KVLayout, TieredKVCache
+from tiercache import DRAM, KVLayout, NVMe, TieredKVCache
 from tiercache.keys import Prompt, encode_prompt, symbol_nbytes
 from tiercache.planner import Load, Planner
 from tiercache.policy import make_policy
 from tiercache.types import CopyJob, JobResult, LevelSpec
 
-__all__ = ["BLOCK_TOKENS", "LONG_BLOCKS", "Ids", "PlannerRig", "branched", "random_ids", "store_all"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "LONG_BLOCKS",
+    "Ids",
+    "PlannerRig",
+    "branched",
+    "memory_cache",
+    "random_ids",
+    "store_all",
+    "tiered_cache",
+]
 
 Ids = NDArray[np.int32]
 BLOCK_TOKENS = 16
@@ -58,6 +70,13 @@ def memory_cache(slots: int, block_nbytes: int) -> TieredKVCache:
     """Over DRAM alone."""
     layout = KVLayout((block_nbytes,), "uint8")
     return TieredKVCache([DRAM(slots * layout.stride)], layout=layout, block_tokens=BLOCK_TOKENS)
+
+
+def tiered_cache(path: Path, slots: int, block_nbytes: int) -> TieredKVCache:
+    """Over DRAM and NVMe with as many slots each; what it holds is on NVMe when it is closed."""
+    layout = KVLayout((block_nbytes,), "uint8")
+    tiers = [DRAM(slots * layout.stride), NVMe(path, slots * layout.stride, write_after_s=None)]
+    return TieredKVCache(tiers, layout=layout, namespace="bench", block_tokens=BLOCK_TOKENS, exclusive=False)
 
 
 class PlannerRig:

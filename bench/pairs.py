@@ -26,7 +26,15 @@ Call = Callable[[Any], Any]
 
 
 class Seconds(float):
-    """What a call returns that has timed itself: a child process, or fio."""
+    """What a call returns that has timed itself: a child process, or fio. `cpu_s`: its processor seconds, if known."""
+
+    cpu_s: float | None
+
+    def __new__(cls, seconds: float, cpu_s: float | None = None) -> Seconds:
+        """Seconds of the clock."""
+        made = super().__new__(cls, seconds)
+        made.cpu_s = cpu_s
+        return made
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Figure:
     chosen: str = ""
     """Which of the references the value is against."""
     cpu_ratio: float | None = None
-    """Processor seconds of the work / of the reference; None where they are not all in this process."""
+    """Processor seconds of the work / of the reference; None where they are not known (fio)."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Sizes, and what else a reader should know."""
     verdict: str = ""
@@ -126,10 +134,8 @@ class _Round:
         self._number = 0
         self._result: Any = None
         self._times: dict[str, list[float]] = {name: [] for name in ("", *references)}
-        self._cpu: dict[str, list[float]] = {name: [] for name in self._times}
+        self._cpu: dict[str, list[float | None]] = {name: [] for name in self._times}
         self._cpu_began = 0.0
-        self._outside = False
-        """Some call has timed itself, so it ran in another process."""
 
     def before(self) -> tuple[tuple[Any], dict[str, Any]]:
         """In even pairs the reference runs first."""
@@ -165,10 +171,10 @@ class _Round:
             seconds = time.perf_counter() - began
             self._note(name, result, seconds, time.process_time() - cpu_began)
 
-    def _note(self, name: str, result: Any, seconds: float, cpu_s: float) -> None:
-        own_time = isinstance(result, Seconds)
-        self._outside |= own_time
-        self._times[name].append(float(result) if own_time else seconds)
+    def _note(self, name: str, result: Any, seconds: float, cpu_s: float | None) -> None:
+        if isinstance(result, Seconds):
+            seconds, cpu_s = float(result), result.cpu_s
+        self._times[name].append(seconds)
         self._cpu[name].append(cpu_s)
 
     def figure(self, row: Row, pairs: int, facts: dict[str, Any]) -> Figure:
@@ -179,8 +185,14 @@ class _Round:
         ratios = [a / b for a, b in zip(work, references[chosen], strict=True)]
         if row.measure == "share":
             ratios = [1 / each for each in ratios]
-        cpu_ratio = None
-        if not self._outside and (cpu_s := statistics.median(self._cpu[chosen][-pairs:])) > 0:
-            cpu_ratio = statistics.median(self._cpu[""]) / cpu_s
+        cpu_ratio = _ratio_of_medians(self._cpu[""], self._cpu[chosen][-pairs:])
         spreads = {name: Spread.of(times) for name, times in references.items()}
         return Figure(row, Spread.of(ratios), pairs, Spread.of(work), spreads, chosen, cpu_ratio, facts)
+
+
+def _ratio_of_medians(work: list[float | None], reference: list[float | None]) -> float | None:
+    """None where one of them is not known, or too short to tell."""
+    known = [each for each in work if each is not None], [each for each in reference if each is not None]
+    if len(known[0]) < len(work) or len(known[1]) < len(reference) or not statistics.median(known[1]):
+        return None
+    return statistics.median(known[0]) / statistics.median(known[1])

@@ -36,7 +36,6 @@ class Row:
 
 
 EQUAL = "`np.array_equal` of two such arrays"
-PROMPT = "lookup of 131,072 int32 tokens (8,192 blocks), a fresh array each call, 2,000 other prompts in the tree"
 COMMIT = "lookup + plan_load + commit of 8,192 blocks, path of 64 nodes"
 EVICT = "the same with 10,000 resident"
 SIZES = {64 << 10: "64 KiB", 256 << 10: "256 KiB", 1 << 20: "1 MiB", 2 << 20: "2 MiB"}
@@ -47,7 +46,7 @@ def _lookup() -> list[Row]:
         Row(
             f"lookup/{nodes}",
             "lookup",
-            f"{PROMPT}: whole hit, path of {nodes:,} nodes",
+            f"whole hit, path of {nodes:,} node{'s' if nodes > 1 else ''}",
             EQUAL,
             "times",
             limit,
@@ -56,25 +55,54 @@ def _lookup() -> list[Row]:
         )
         for nodes, limit in ((1, 5.0), (64, 6.0), (512, 15.0), (8192, 250.0))
     ]
-    absent = Row("lookup/absent", "lookup", f"{PROMPT}: absent", EQUAL, "times", 1.0, "absent", 1)
-    return [*rows, absent]
+    absent = Row("lookup/absent", "lookup", "absent prompt", EQUAL, "times", 1.0, "absent", 1)
+    what = "whole hit after a restart: path of 64 nodes, all blocks on NVMe"
+    return [*rows, absent, Row("lookup/restart", "lookup", what, EQUAL, "times", None, "hit on NVMe", 64)]
 
 
 def _commit() -> list[Row]:
     copy = "memcpy of 8,192 blocks of 256 KiB"
     return [
-        Row("commit/promote", "commit", f"{COMMIT}: from NVMe to DRAM, evicting as many", copy, "times", 0.02),
-        Row("commit/out", "commit", f"{COMMIT}: from DRAM into the caller's rows", copy, "times", 0.02),
+        Row(
+            "commit/promote",
+            "commit",
+            f"{COMMIT}: from NVMe to DRAM, evicting as many",
+            copy,
+            "times",
+            0.02,
+            "NVMe to DRAM",
+        ),
+        Row(
+            "commit/out",
+            "commit",
+            f"{COMMIT}: from DRAM into the caller's rows",
+            copy,
+            "times",
+            0.02,
+            "DRAM to own rows",
+        ),
     ]
 
 
 def _eviction() -> list[Row]:
     kinds = {"evict": "evicting one block", "store": "a store of one block into a full level"}
-    return [
-        Row(f"eviction/{kind}/{n}", "eviction", f"{what}, {n:,} resident", EVICT, "times", 2.0, what, n)
+    rows = [
+        Row(f"eviction/{kind}/{n}", "eviction", f"{what}, {n:,} resident", EVICT, "times", 2.0, kind, n)
         for kind, what in kinds.items()
         for n in (100_000, 1_000_000)
     ]
+    tiered = "a store of one block into full DRAM over NVMe, which copies one down"
+    more = Row(
+        "eviction/tiered/100000",
+        "eviction",
+        f"{tiered}, 100,000 resident",
+        EVICT,
+        "times",
+        2.0,
+        "store, over NVMe",
+        100_000,
+    )
+    return [*rows, more]
 
 
 def _memory() -> list[Row]:
@@ -82,7 +110,13 @@ def _memory() -> list[Row]:
     return [
         Row("memory/trace", "memory", trace, "-", "bytes a block", 250.0, "conversation trace"),
         Row(
-            "memory/single", "memory", "the same: all runs of length 1", "-", "bytes a block", None, "runs of length 1"
+            "memory/single",
+            "memory",
+            "index and slot tables: all runs of length 1",
+            "-",
+            "bytes a block",
+            None,
+            "runs of length 1",
         ),
     ]
 
@@ -104,7 +138,14 @@ def _dram() -> list[Row]:
         for nbytes, name in SIZES.items()
     ]
     latency = [
-        Row(f"dram/latency/{verb}/{pause}", "latency", f"DRAM {verb} of one block of 256 KiB, {how}", copy, "times")
+        Row(
+            f"dram/latency/{verb}/{pause}",
+            "latency",
+            f"DRAM {verb} of one block of 256 KiB, {how}",
+            copy,
+            "times",
+            series=f"{verb}, {how}",
+        )
         for verb in ("store", "load")
         for pause, how in (("busy", "one after the other"), ("idle", "after 1 ms of rest"))
     ]
@@ -146,7 +187,7 @@ def _reopen() -> list[Row]:
         for stop, article in (("clean", "a"), ("unclean", "an"))
         for blocks in (100_000, 1_000_000)
     ]
-    linear = Row("reopen/linear", "linear", "the same, 1,000,000 blocks", "100,000 blocks", "times", 12.0)
+    linear = Row("reopen/linear", "linear", "start to first bytes, 1,000,000 blocks", "100,000 blocks", "times", 12.0)
     return [*rows, linear]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import tempfile
 import time
@@ -10,11 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.machine import ROOT, commit, facts, free_nbytes
+from bench.machine import ROOT, commit, facts
 from bench.pairs import Figure
 from bench.scale import Scale
 
-__all__ = ["RESULTS", "Session", "headline"]
+__all__ = ["RESULTS", "Session", "command_line", "headline"]
 
 RESULTS = ROOT / "bench" / "results"
 SCHEMA = 1
@@ -78,14 +79,6 @@ class Session:
         path.write_text(json.dumps(_rounded(found), indent=1) + "\n", encoding="utf-8")
         return path
 
-    def need(self, nbytes: int) -> str:
-        """Why `nbytes` of disk cannot be used at the bench directory, "" where they can."""
-        free = free_nbytes(self.place)
-        if free >= nbytes + (1 << 30):
-            return ""
-        gib = (nbytes + (1 << 30)) / 2**30
-        return f"needs {gib:.1f} GiB free at {self.bench_dir}, {free / 2**30:.1f} are: give another --bench-dir"
-
 
 def headline(figure: Figure) -> str:
     """One line for the terminal."""
@@ -102,8 +95,9 @@ def headline(figure: Figure) -> str:
 
 
 def command_line(args: list[str]) -> str:
-    """The command as a user would repeat it."""
-    return shlex.join(["python", "-m", "pytest", *args])
+    """The command as a user would repeat it; absolute paths, which are of one machine, are left out."""
+    kept = [re.sub(r"(^|=)/.*", r"\1PATH", each) for each in args]
+    return shlex.join(["python", "-m", "pytest", *kept])
 
 
 def _plain(text: str) -> str:

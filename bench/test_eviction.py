@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from bench.fill import BLOCK_TOKENS, PlannerRig
 from bench.pairs import Pairs
-from bench.rows import row
+from bench.rows import Row, row
 from bench.scale import Scale
 from tiercache.keys import Prompt, encode_prompt
 
@@ -17,16 +18,15 @@ _FEWEST = 10_000
 _AT_A_TIME = 64
 """Blocks evicted one by one in one timing."""
 _RUN = 16
+_IDS = itertools.count()
 
 
 class FullLevel:
-    """A planner whose one level is full of runs of 16 blocks."""
+    """A planner whose first level is full of runs of 16 blocks; `below`: slots of an NVMe level under it."""
 
-    def __init__(self, resident: int) -> None:
-        self.rig = PlannerRig(resident, block_nbytes=4096)
-        self._next = 0
-        while self.table.free:
-            self.add(min(_RUN, self.table.free))
+    def __init__(self, resident: int, below: int | None = None) -> None:
+        self.rig = PlannerRig(resident, below, block_nbytes=4096)
+        self.refill()
 
     @property
     def table(self):
@@ -34,9 +34,8 @@ class FullLevel:
         return self.rig.planner.state.residency.tables[0]
 
     def prompt(self, blocks: int) -> Prompt:
-        """A prompt that was never there."""
-        self._next += 1
-        ids = np.full(blocks * BLOCK_TOKENS, self._next, dtype=np.int32)
+        """A prompt that was never in any level."""
+        ids = np.full(blocks * BLOCK_TOKENS, next(_IDS), dtype=np.int32)
         return encode_prompt(ids, BLOCK_TOKENS)
 
     def add(self, blocks: int) -> None:
@@ -74,29 +73,35 @@ def many(request: pytest.FixtureRequest, scale: Scale) -> tuple[FullLevel, int]:
 
 @pytest.mark.parametrize("kind", ["evict", "store"])
 def test_eviction(kind: str, few: FullLevel, many: tuple[FullLevel, int], pairs: Pairs, scale: Scale) -> None:
-    level, resident = many
+    measure(row(f"eviction/{kind}/{many[1]}"), few, many[0], pairs, scale)
 
-    def run(one: FullLevel, prompts: list[Prompt]) -> int:
-        return one.evict(_AT_A_TIME) if kind == "evict" else one.store(prompts)
 
-    def check(done: int) -> None:
-        assert done == _AT_A_TIME
+def test_eviction_over_nvme(pairs: Pairs, scale: Scale) -> None:
+    few, many = scale.pick((_FEWEST, 100_000), (_FEWEST, 50_000), (2_000, 4_000))
+    levels = [FullLevel(resident, 6 * resident) for resident in (few, many)]
+    measure(row("eviction/tiered/100000"), *levels, pairs, scale)
+
+
+def measure(what: Row, few: FullLevel, many: FullLevel, pairs: Pairs, scale: Scale) -> None:
+    """The same number of blocks through two full levels."""
+    only_evict = what.id.startswith("eviction/evict/")
+
+    def run(level: FullLevel, prompts: list[Prompt]) -> None:
+        assert (level.evict(_AT_A_TIME) if only_evict else level.store(prompts)) == _AT_A_TIME
 
     def refill() -> None:
-        for each in (few, level):
-            if kind == "evict":
-                each.refill()
-            assert each.table.free == 0
+        if only_evict:
+            few.refill()
+            many.refill()
 
     pairs.run(
-        row(f"eviction/{kind}/{resident}"),
-        partial(run, level),
+        what,
+        partial(run, many),
         {"10,000 resident": partial(run, few)},
-        fresh=lambda: [level.prompt(1) for _ in range(_AT_A_TIME)],
-        check=check,
+        fresh=lambda: [many.prompt(1) for _ in range(_AT_A_TIME)],
         after=refill,
         pairs=scale.pick(25, 15, 2),
         warmup=2,
-        resident=level.table.capacity,
+        resident=many.table.capacity,
         blocks_per_timing=_AT_A_TIME,
     )

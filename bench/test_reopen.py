@@ -49,7 +49,14 @@ def stores(place: Path, scale: Scale) -> Callable[[int], tuple[Path, int]]:
 def opened(path: Path, blocks: int, kind: str = "open") -> Seconds:
     """One start in a fresh process."""
     ends = -signal.SIGKILL if kind == "kill" else 0
-    return Seconds(run_child("reopen", kind, path, blocks, ends=ends)["seconds"])
+    found = run_child("reopen", kind, path, blocks, ends=ends)
+    return Seconds(found["seconds"], found["cpu_s"])
+
+
+def scanned(path: Path) -> Seconds:
+    """One scan in a fresh process."""
+    found = run_child("reopen", "scan", path)
+    return Seconds(found["seconds"], found["cpu_s"])
 
 
 @pytest.mark.parametrize("stop", ["clean", "unclean"])
@@ -61,7 +68,7 @@ def test_reopen(
     pairs.run(
         row(f"reopen/{blocks}/{stop}"),
         lambda _: opened(path, count, "open" if stop == "clean" else "kill"),
-        {"LMDB scan": lambda _: Seconds(run_child("reopen", "scan", scan_file)["seconds"])},
+        {"LMDB scan": lambda _: scanned(scan_file)},
         pairs=scale.pick(7, 5, 1),
         warmup=scale.pick(1, 1, 0),
         blocks=count,
