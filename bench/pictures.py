@@ -111,13 +111,10 @@ def _bars(axes: Any, family: Family, rows: Rows) -> None:
     )
     for place, row in zip(places, rows, strict=True):
         value = row["value"]
-        axes.annotate(
-            f"{value['median']:,.3g}",
-            (max(value["q3"], value["median"]), place),
-            (6, 0),
-            textcoords="offset points",
-            va="center",
-        )
+        text = f"{value['median']:,.0f}" if value["median"] >= 100 else f"{value['median']:.3g}"
+        at = max(value["q3"], value["median"]), place
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        axes.annotate(text, at, (6, 0), textcoords="offset points", va="center", bbox=behind, zorder=5)
         if row["target"] is not None:
             axes.plot([row["target"]] * 2, [place - 0.4, place + 0.4], color=_TARGET, linestyle="--", linewidth=1.4)
     if any(row["target"] is not None for row in rows):
