@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-slow campaign bench bench-report lint types wheel clean
+.PHONY: help demo test test-slow campaign bench bench-peers bench-report lint types wheel clean
 
 help:
 	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
 	@echo "make test       the test suite; COV=1: with branch coverage; HYPOTHESIS_PROFILE=nightly: other examples"
 	@echo "make test-slow  the tests marked slow (minutes)"
 	@echo "make bench      all benchmarks, about 12 minutes; QUICK=1: a few minutes; SMOKE=1: do they run?"
+	@echo "make bench-peers  tiercache and its peers in one run, about 10 minutes, and the first time to build (ARGS=--help)"
 	@echo "make campaign   10,000 power cuts (about five minutes on two quiet cores)"
 	@echo "make bench-report  docs/benchmarks.md and its pictures, from the newest results"
 	@echo "make lint       ruff: lint and format"
@@ -58,6 +59,9 @@ bench: $(VENV)/bench.stamp
 
 bench-report: $(VENV)/bench.stamp
 	$(BIN)/python -m bench.report
+
+bench-peers: $(VENV)/demo.stamp
+	$(BIN)/python bench/peers/run.py $(ARGS)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
