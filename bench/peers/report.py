@@ -46,7 +46,7 @@ def page(path: Path) -> str:
     )
     parts = [
         "# tiercache and its peers",
-        f"Measured by `{results['command']}`, written by `python bench/peers/report.py` from\n"
+        f"Measured by `{results['command']}` (`make bench-peers`), written by `python bench/peers/report.py` from\n"
         f"`bench/peers/results/{path.name}`: {where}.",
         words["page"]["intro"].strip(),
         words["page"]["run"].strip(),

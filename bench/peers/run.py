@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         "schema": 1,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - began),
-        "command": "make bench-peers",
+        "command": "python bench/peers/run.py",
         "commit": commit(),
         "machine": machine,
         "plan": {name: list(value) if isinstance(value, tuple) else value for name, value in vars(race.plan).items()},
