@@ -16,6 +16,8 @@ from bench.pairs import Figure, Pairs
 from bench.scale import Scale
 from bench.session import Session, command_line, headline
 
+collect_ignore = ["peers"]  # run by a target of their own
+
 _SESSION = pytest.StashKey[Session]()
 _NEEDS_GIB = {"full": 8, "quick": 4, "smoke": 1}
 """Of disk at the bench directory, and of memory, at the same time."""
@@ -41,7 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
     bench_dir = config.option.bench_dir.resolve()
     bench_dir.mkdir(parents=True, exist_ok=True)
     _refuse_too_little(bench_dir, _NEEDS_GIB[config.option.bench_scale])
-    session = Session(Scale(config.option.bench_scale), bench_dir, command_line([*config.invocation_params.args]))
+    partial = bool(config.option.keyword) or any(".py" in each for each in config.args)
+    command = command_line([*config.invocation_params.args])
+    session = Session(Scale(config.option.bench_scale), bench_dir, command, partial=partial)
     config.stash[_SESSION] = session
     config.add_cleanup(lambda: shutil.rmtree(session.place, ignore_errors=True))
     config.pluginmanager.register(Progress(config, session), "progress")
@@ -130,6 +134,8 @@ class Progress:
         for name, text in report.user_properties if report.when == "call" else ():
             if name == "headline":
                 self.say(str(text))
+        if report.failed:
+            self._session.failed.append(report.nodeid.partition("::")[2])
         if report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             name = report.nodeid.partition("::")[2]
@@ -141,6 +147,8 @@ class Progress:
             return
         found = self._session.as_dict()["verdict"]
         self.say(f"reached {found['reached']}, not reached: {', '.join(found['not_reached']) or 'none'}")
+        if found["failed"]:
+            self.say(f"FAILED, rows missing: {', '.join(found['failed'])}")
         if not self._config.option.bench_no_results:
             self.say(f"results: {self._session.write().relative_to(ROOT)}")
         if self._config.option.bench_strict and found["not_reached"] and exitstatus == 0:

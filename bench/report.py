@@ -28,6 +28,8 @@ make bench-report    # this page
 ```
 
 `make bench BENCH_FLAGS="--bench-dir=/mnt/nvme -k 'nvme or reopen'"` takes another disk, and some of the rows.
+The conversation trace is looked for in `../shared/traces` (or `TIERCACHE_TRACE`, `--bench-trace`); without it the slice
+that the package ships is used.
 
 **How to read it.** Every figure is a ratio within one run: work and reference alternate (which comes first, too),
 each pair gives one ratio, the figure is the median of the ratios. Absolute times belong to one machine and say little
@@ -45,7 +47,7 @@ again.
 
 def newest(folder: Path = RESULTS) -> Path:
     """The latest results of a whole run. FileNotFoundError where there is none."""
-    found = sorted(path for path in folder.glob("*.json") if not path.stem.endswith(("-quick", "-smoke")))
+    found = sorted(path for path in folder.glob("*.json") if not path.stem.endswith(("-quick", "-smoke", "-part")))
     if not found:
         raise FileNotFoundError(f"no results in {folder}: run make bench")
     return found[-1]
@@ -67,8 +69,9 @@ def markdown(results: dict[str, Any], name: str) -> str:
         "targets": f"{verdict['reached']} reached, {len(verdict['not_reached'])} not reached",
     }
     lines = [_HEAD.format(name=name) + "\n".join(f"| {key} | {value} |" for key, value in about.items()), ""]
-    if verdict["skipped"]:
-        lines += ["Not measured:", "", *(f"- {test}: {why}" for test, why in verdict["skipped"].items()), ""]
+    missing = verdict["skipped"] | dict.fromkeys(verdict["failed"], "failed")
+    if missing:
+        lines += ["Not measured:", "", *(f"- {test}: {why}" for test, why in missing.items()), ""]
     for family in FAMILIES:
         rows = [row for row in results["rows"] if row["family"] == family.name]
         if rows:

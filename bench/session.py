@@ -24,8 +24,10 @@ SCHEMA = 1
 class Session:
     """Figures of one run."""
 
-    def __init__(self, scale: Scale, bench_dir: Path, command: str) -> None:
+    def __init__(self, scale: Scale, bench_dir: Path, command: str, *, partial: bool = False) -> None:
+        """partial: only some of the rows were asked for."""
         self.scale = scale
+        self.partial = partial
         self.began = time.time()
         self.bench_dir = bench_dir
         self.place = Path(tempfile.mkdtemp(prefix="tiercache-bench-", dir=bench_dir))
@@ -33,6 +35,8 @@ class Session:
         self.figures: list[Figure] = []
         self.skipped: dict[str, str] = {}
         """Reason per test that was skipped."""
+        self.failed: list[str] = []
+        """Tests that failed: their rows are missing."""
         self._command = command
         self._commit = commit()
         self._machine = facts(self.place)
@@ -63,6 +67,7 @@ class Session:
                 "reached": verdicts.count("reached"),
                 "not_reached": [each.row.id for each in self.figures if each.verdict == "not reached"],
                 "skipped": self.skipped,
+                "failed": self.failed,
             },
             "rows": [figure.as_dict() for figure in self.figures],
         }
@@ -74,7 +79,8 @@ class Session:
         cpu = "-".join(found["machine"]["cpu"].split()[:2]).lower()
         dirty = "-dirty" if found["commit"]["dirty"] else ""
         name = f"{stamp}-{found['commit']['id']}{dirty}-{found['machine']['cores']}x{_plain(cpu)}"
-        path = folder / f"{name}{'' if self.scale.name == 'full' else '-' + self.scale.name}.json"
+        kind = self.scale.name if self.scale.name != "full" else "part" if self.partial else ""
+        path = folder / f"{name}{'-' + kind if kind else ''}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(_rounded(found), indent=1) + "\n", encoding="utf-8")
         return path
