@@ -10,6 +10,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import settings
 
+# What tests share says why it fails, as the tests themselves do.
+pytest.register_assert_rewrite("cache_kit", "catalog_rig", "mover_kit", "planner_kit", "planner_steps", "sim_kit")
+
 # "ci" (default): the same examples every time, so that a red run is about the change. "nightly": new ones.
 settings.register_profile("ci", derandomize=True, database=None)
 settings.register_profile("nightly", derandomize=False, print_blob=True)

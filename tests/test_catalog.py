@@ -6,14 +6,16 @@ import os
 import stat
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import lmdb
 import numpy as np
 import pytest
-from catalog_rig import EPOCH, NAMESPACE, Rig, manifest, slots
+from catalog_rig import EPOCH, NAMESPACE, WIDTH, Rig, manifest, slots
+from power_cut import PowerCutFiles
 
 from tiercache.catalog import peek_manifest
-from tiercache.catalog_rows import RowStore
+from tiercache.catalog_rows import Change, RowStore, map_nbytes_for
 from tiercache.directory import StoreDirectory
 from tiercache.errors import CacheClosedError, ConfigError, FormatVersionError
 
@@ -151,6 +153,62 @@ def test_a_parent_rewritten_with_the_same_bytes_during_the_sync_makes_the_child_
     assert rig.catalog.claimed(slots(0, 1)).tolist() == [False, False]
     rig.commit()
     assert rig.catalog.claimed(slots(0, 1)).all()
+    rig.close()
+
+
+def test_a_slot_taken_for_a_new_write_during_the_transaction_is_not_claimed_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path / "kv")
+    rig.write([0])
+    rig.write([1], tag=2)
+    apply = RowStore.apply
+
+    def apply_and_take(store: RowStore, change: Change) -> None:
+        apply(store, change)
+        monkeypatch.undo()
+        rig.catalog.starting(slots(0))
+
+    monkeypatch.setattr(RowStore, "apply", apply_and_take)
+    rig.commit()
+    assert rig.catalog.claimed(slots(0, 1)).tolist() == [False, True]
+    assert int(rig.catalog.expected(slots(0))[0][0]) == 0
+    assert rig.catalog.dirty  # the claim on disk has yet to go
+    rig.commit()
+    again = reopened(rig, tmp_path, clean=False)
+    assert set(again.recovered()) == {1}
+    again.close()
+
+
+def test_a_power_cut_right_after_the_transaction_takes_no_byte_that_it_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, all_is_lost = PowerCutFiles(), SimpleNamespace(choice=max, random=lambda: 0.0)
+    rig = Rig(tmp_path / "kv", ops=files)
+    apply = RowStore.apply
+
+    def apply_and_cut(store: RowStore, change: Change) -> None:
+        apply(store, change)
+        files.cut(rig.crash_copy(tmp_path / "cut"), all_is_lost)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RowStore, "apply", apply_and_cut)
+    rig.write([0, 1, 2])
+    rig.commit()
+    monkeypatch.undo()
+    rig.close()
+    again = Rig(tmp_path / "cut")
+    assert set(again.recovered()) == {0, 1, 2}
+    assert again.readable().all()
+    again.close()
+
+
+@pytest.mark.parametrize("durability", ["power", "process"])
+def test_transactions_are_synced_and_with_power_durability_their_meta_page_too(tmp_path: Path, durability: str) -> None:
+    rig = Rig(tmp_path / "kv", durability=durability)
+    store = rig.catalog._store
+    assert store is not None
+    flags = store._env.flags()
+    assert (flags["sync"], flags["metasync"], flags["writemap"]) == (True, durability == "power", False)
     rig.close()
 
 
@@ -440,6 +498,7 @@ def test_closed_and_abandoned(tmp_path: Path) -> None:
     other.commit()
     child = os.fork()
     if child == 0:
+        RowStore.close = lambda store: os._exit(9)  # type: ignore[method-assign]  # nothing of LMDB is touched here
         other.directory.abandon()
         other.catalog.abandon()
         other.tier.abandon()
@@ -465,6 +524,14 @@ def test_too_little_space_for_the_catalog_is_a_config_error(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="bytes"):
         Rig(tmp_path / "kv", ops=Full())
     rig = Rig(tmp_path / "kv")
+    rig.close()
+
+
+def test_the_catalog_has_its_space_before_it_needs_it(tmp_path: Path) -> None:
+    """So that a full disk cannot stop a transaction, one that forgets least of all."""
+    rig = Rig(tmp_path / "kv", 1000)
+    facts = rig.directory.catalog_path.stat()
+    assert facts.st_blocks * 512 >= map_nbytes_for(1000, WIDTH)
     rig.close()
 
 

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 from catalog_rig import Rig, slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +69,33 @@ def test_trace(rows: RowTable, data: st.DataObject) -> None:
     for i, parent in enumerate(tree.parents.tolist()):
         assert parent < i
         assert (found[parent] if parent != ROOT else ROOT) == rows["parent_slot"][found[i]]
+
+
+@pytest.mark.parametrize(
+    ("what", "slot", "field", "value", "left"),
+    [
+        ("as it was", 0, "uses", 1, [0, 1, 2]),
+        ("the parent is another block by now", 2, "parent_ident", 77, [0, 1]),
+        ("the parent lies outside", 2, "parent_slot", 3, [0, 1]),
+        ("the first block is of another namespace or epoch", 0, "parent_ident", 98, []),
+        ("a circle", 0, "parent_slot", 2, []),
+    ],
+)
+def test_trace_keeps_what_hangs_on_a_root(what: str, slot: int, field: str, value: int, left: list[int]) -> None:
+    rows = np.zeros(3, dtype=ROW)
+    rows["ident"] = [5, 6, 7]
+    rows["parent_slot"] = [ROOT, 0, 1]
+    rows["parent_ident"] = [ROOT_IDENT, 5, 6]
+    rows[field][slot] = value
+    assert trace(rows, np.ones(3, dtype=np.bool_), ROOT_IDENT).slots.tolist() == left, what
+
+
+def test_trace_keeps_nothing_under_what_is_not_claimed() -> None:
+    rows = np.zeros(3, dtype=ROW)
+    rows["ident"] = [5, 6, 7]
+    rows["parent_slot"] = [ROOT, 0, 1]
+    rows["parent_ident"] = [ROOT_IDENT, 5, 6]
+    assert trace(rows, np.array([True, False, True]), ROOT_IDENT).slots.tolist() == [0]
 
 
 def test_trace_drops_duplicates_but_not_all_of_them() -> None:

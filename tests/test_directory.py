@@ -163,6 +163,25 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_replacement_syncs_the_content_then_renames_then_syncs_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, replace, steps = os.fsync, Path.replace, []
+
+    def watched_fsync(fd: int) -> None:
+        steps.append(f"sync {Path(f'/proc/self/fd/{fd}').readlink().name}")
+        fsync(fd)
+
+    def watched_replace(path: Path, target: Path) -> Path:
+        steps.append("rename")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Path, "replace", watched_replace)
+    write_durably(tmp_path / "file", b"new")
+    assert steps == ["sync file.tmp", "rename", f"sync {tmp_path.name}"]
+
+
 @pytest.mark.parametrize("place", ["file/kv", "file"])
 def test_a_path_that_cannot_be_a_directory(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()

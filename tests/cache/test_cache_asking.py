@@ -213,6 +213,8 @@ def test_a_lookup_with_a_deadline_waits_for_blocks_in_flight():
     with open_cache(None, delivery=delivery) as cache:
         tokens = prompt(1, 2)
         cache.store(tokens, blocks_of(tokens))
+        late = threading.Timer(3.0, delivery.let_go)  # ends a lookup that does not end by itself
+        late.start()
         began = time.monotonic()
         assert cache.lookup(tokens, deadline_s=0.05).pending == 2
         assert 0.05 <= time.monotonic() - began < 0.3
@@ -223,6 +225,7 @@ def test_a_lookup_with_a_deadline_waits_for_blocks_in_flight():
         assert (match.blocks, match.pending) == (2, 0)
         assert time.monotonic() - began < 0.25, "it slept past the moment when the blocks arrived"
         timer.join()
+        late.cancel()
         assert cache.stats().totals["lookups"] == 2
 
 

@@ -1,5 +1,6 @@
 """Disks that hang, fail and come back: every call ends in time, no late byte lands anywhere, all is right later."""
 
+import threading
 import time
 from contextlib import contextmanager
 
@@ -279,6 +280,28 @@ def test_a_level_that_fails_goes_offline_and_comes_back(tmp_path):
     with open_cache(tmp_path) as cache:
         for tokens in (*prompts[:3], prompts[4], *prompts[6:]):
             assert read(cache, tokens) == 2
+
+
+def test_a_flush_does_not_wait_for_a_level_that_is_offline(tmp_path):
+    now = [1000.0]
+    cache, tier = wrapped(tmp_path, FaultyTier, clock=lambda: now[0])  # so the back-off does not end by itself
+
+    def come_back():
+        tier.heal()
+        now[0] += 60
+
+    with cache:
+        store(cache, TOKENS)
+        tier.fail_all("write")
+        while cache.stats().tiers[1].online:
+            assert cache.flush(WAIT_S, to="nvme") is False
+        late = threading.Timer(3.0, come_back)  # ends a flush that does not end by itself
+        late.start()
+        assert cache.flush(to="nvme") is False
+        late.cancel()
+        come_back()
+        assert cache.flush(WAIT_S, to="nvme")
+        assert is_clean(cache)
 
 
 @pytest.mark.parametrize("nth", range(1, 7))

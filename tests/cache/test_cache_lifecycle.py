@@ -7,17 +7,21 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from cache_kit import (
+    LAYOUT,
     SLOT,
     WAIT_S,
     HeldDelivery,
     bits,
     blocks_of,
+    crash_image,
     eventually,
     is_clean,
     open_cache,
@@ -269,14 +273,14 @@ def test_blocking_calls_on_a_worker_thread_raise(tmp_path):
             for name, call in calls.items():
                 try:
                     outcomes[name] = call()
-                except WorkerThreadError as error:
+                except (WorkerThreadError, TimeoutError) as error:
                     outcomes[name] = str(error)
 
         start_thread("test", try_all).join(WAIT_S)
+        delivery.let_go()
         for name in calls:
             assert str(outcomes[name]).startswith(f"{name} would wait for the thread that called it"), outcomes[name]
         assert cache.lookup(TOKENS).blocks == 3
-        delivery.let_go()
         loaded = future.result(WAIT_S)
         assert ticket.wait(WAIT_S)
         start_thread("test", try_all).join(WAIT_S)
@@ -314,6 +318,21 @@ def test_a_done_callback_runs_on_a_worker_and_may_look_up_store_and_load(tmp_pat
         assert cache.stats().mover["delivery_errors"] == 0
 
 
+def test_futures_are_completed_with_no_lock_held(tmp_path):
+    """A callback that calls the cache would wait for itself otherwise."""
+    delivery = HeldDelivery(holding=False)
+    with open_cache(tmp_path) as cache:
+        store(cache, TOKENS)
+    with open_cache(tmp_path, delivery=delivery) as cache:
+        delivery.holding, held = True, []
+        future = cache.load(cache.lookup(TOKENS))
+        future.add_done_callback(lambda each: held.append(cache._link.lock.locked()))
+        delivery.deliver()
+        future.result().release()
+        delivery.let_go()
+        assert held == [False]
+
+
 # -- garbage collection, cancellation ---------------------------------------------------------------------------------
 
 
@@ -329,6 +348,31 @@ def test_a_loaded_that_is_collected_warns_and_gives_its_pins_back():
         assert is_clean(cache)
 
 
+def test_the_finaliser_of_a_loaded_takes_no_lock(monkeypatch):
+    """It may run anywhere, also in a thread that holds the planner's lock."""
+    taken = []
+
+    class Watched:
+        def __enter__(self):
+            taken.append("lock")
+
+        def __exit__(self, *exc):
+            pass
+
+    with open_cache(None) as cache:
+        store(cache, TOKENS)
+        loaded = cache.load(cache.lookup(TOKENS)).result()
+        monkeypatch.setattr(cache._link, "lock", Watched())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            del loaded
+            gc.collect()
+        monkeypatch.undo()
+        assert taken == []
+        cache.lookup(TOKENS)
+        assert is_clean(cache)
+
+
 def test_a_future_that_is_collected_with_its_result_gives_the_pins_back():
     with open_cache(None) as cache:
         store(cache, TOKENS)
@@ -338,6 +382,15 @@ def test_a_future_that_is_collected_with_its_result_gives_the_pins_back():
         assert cache.stats().tiers[0].pinned in (0, 3)
         cache.touch(cache.lookup(TOKENS))
         assert is_clean(cache)
+
+
+def test_the_callers_rows_are_let_go_once_they_are_copied():
+    with open_cache(None) as cache:
+        blocks = np.zeros((3, *LAYOUT.block_shape), dtype=LAYOUT.dtype)
+        kept = weakref.ref(blocks)
+        assert cache.store(TOKENS, blocks).wait(WAIT_S)
+        del blocks
+        assert eventually(lambda: gc.collect() >= 0 and kept() is None, 2.0)
 
 
 def test_a_released_loaded_warns_of_nothing():
@@ -557,6 +610,28 @@ def test_flush_right_after_a_store_acknowledges_that_store(tmp_path):
             cache.store(tokens, blocks_of(tokens))
             assert cache.flush(WAIT_S, to="nvme")
             assert cache.explain(tokens).stretches[0].tiers == ("dram", "nvme")
+
+
+def test_what_a_flush_acknowledged_survives_a_kill_right_after_it(tmp_path):
+    tokens = prompt(1, 2, 3)
+    with open_cache(tmp_path) as cache:
+        cache.store(tokens, blocks_of(tokens))
+        assert cache.flush(WAIT_S, to="nvme")
+        crash_image(tmp_path, tmp_path / "crash")
+    with open_cache(tmp_path / "crash") as cache:
+        assert read(cache, tokens) == 3
+
+
+def test_a_flush_ends_at_its_timeout_although_a_copy_does_not():
+    delivery = HeldDelivery()
+    with open_cache(None, delivery=delivery) as cache:
+        cache.store(TOKENS, blocks_of(TOKENS))
+        late = threading.Timer(3.0, delivery.let_go)  # ends a flush that does not end by itself
+        late.start()
+        assert cache.flush(0.05) is False
+        late.cancel()
+        delivery.let_go()
+        assert cache.flush(WAIT_S)
 
 
 def test_flush_says_what_did_not_fit(tmp_path):

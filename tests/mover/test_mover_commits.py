@@ -423,7 +423,10 @@ def test_close_leaves_the_files_open_where_a_sync_hangs(make_mover, inbox, ledge
     mover.submit([write_job(1, [0], [0])])
     assert slow.wait_hung()
     inbox.result(1)
+    late = threading.Timer(4.0, slow.wake)  # ends a close that does not end by itself
+    late.start()
     assert mover.close(0.05) is False
+    late.cancel()
     assert ledger.calls[-1] == ("closed", False)
     assert slow.inner.slab is not None
     assert mover.left_open == {1}

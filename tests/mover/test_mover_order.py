@@ -8,6 +8,7 @@ import pytest
 from mover_kit import EPOCH, caller_rows, eventually, idents_of, make_job, payload, write_job
 
 from tiercache.mover import is_worker_thread
+from tiercache.mover.clock import Clock
 from tiercache.mover.job import RunningJob
 from tiercache.mover.pool import OTHERS_EVERY, PoolQueue
 from tiercache.testing import FaultyTier, HangingTier
@@ -210,6 +211,23 @@ def test_delays_and_deadlines_of_many_jobs_do_not_pile_up(make_mover, inbox):
         mover.submit([write_job(i, [0], [0], deadline_s=60.0)])
         inbox.result(i)
     assert len(mover._clock._heap) <= 256
+
+
+def test_a_clock_outlives_what_it_calls():
+    """Without it no deadline would ever be kept again."""
+    errors, called = [], threading.Event()
+    clock = Clock(on_error=lambda: errors.append("error"))
+
+    def fail(job):
+        raise RuntimeError("what was called is at fault")
+
+    clock.call_at(time.monotonic(), running(1, "load"), fail)
+    clock.call_at(time.monotonic() + 0.01, running(2, "load"), lambda job: called.set())
+    assert called.wait(2.0)
+    assert errors == ["error"]
+    clock.stop()
+    clock.thread.join(2.0)
+    assert not clock.thread.is_alive()
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

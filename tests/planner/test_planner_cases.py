@@ -47,10 +47,11 @@ def test_exclusive_promotion_leaves_the_root_below_while_it_is_no_leaf_there():
     on_nvme(bench, "abcdefgh")
     assert bench.lookup("abcdefgh").by_level == (4, 4)
     load = bench.load("abcd", out=True)
-    bench.deliver_all()
+    bench.deliver(bench.job("load").id)  # and nothing more: a write afterwards would make up for it
     assert load.blocks == 4 and bench.lookup("abcd").by_level == (4, 0)
     assert bench.residents(1) == {"abcdefgh"[: i + 1] for i in range(8)}
     bench.check()
+    bench.finish()
 
 
 def test_exclusive_promotion_takes_the_slow_copies_of_leaves():
@@ -305,6 +306,20 @@ def test_the_default_queue_takes_256_loads():
     assert [load.blocks for load in queued] == [2] * 256 + [0]
     bench.deliver_all()
     assert all(load.done and load.blocks == 2 for load in queued[:-1])
+    bench.finish()
+
+
+# -- invalidation -----------------------------------------------------------------------------------------------------
+
+
+def test_invalidation_takes_every_branch_that_continues_the_prefix():
+    bench = Bench(dram(12), nvme(24))
+    on_nvme(bench, "abcd")
+    bench.stored("abxy", 2)
+    bench.stored("abxz", 3)
+    assert bench.invalidate("ab") == 6
+    assert set(bench.where()) == {"a"}
+    bench.check()
     bench.finish()
 
 

@@ -256,13 +256,14 @@ def test_the_breaker_opens_after_three_failures_and_closes_after_a_probe():
 
 
 def test_damage_is_not_taken_for_a_failing_level():
-    bench = Bench(dram(4), nvme(8))
-    on_nvme(bench, "ab", "wxyz")
-    bench.corrupt(bench.where()["ab"][1][0])
-    for _ in range(4):
-        bench.load("ab", out=True)
+    bench = Bench(dram(4), nvme(12))
+    on_nvme(bench, "ab", "c", "d", "e", "wxyz")
+    for prompt in ("ab", "c", "d", "e"):  # the first job brings a block, the other three nothing at all
+        bench.corrupt(bench.where()[prompt][1][0])
+        bench.load(prompt, out=True)
         bench.deliver_all()
-    assert bench.state.breakers[1].trips == 0 and bench.lookup("ab").blocks == 1
+    assert bench.state.breakers[1].trips == 0 and bench.state.online(1)
+    assert [bench.lookup(prompt).blocks for prompt in ("ab", "c", "d", "e")] == [1, 0, 0, 0]
     bench.finish()
 
 
@@ -371,6 +372,23 @@ def test_a_store_heals_a_hole_and_the_slot_is_written_again_in_place():
     assert write.dst_slots.tolist() == [slot] and write.claims.parent_slots.tolist() == [bench.where()["a"][1][0]]
     assert bench.where()["ab"][1] == (slot, SlotState.RESIDENT)
     assert bench.planner.level_counters()[1].healed == 1
+    bench.finish()
+
+
+def test_a_bad_slot_is_not_written_again_while_another_load_reads_it():
+    bench = Bench(dram(4), nvme(12), exclusive=False)
+    on_nvme(bench, "abcd", "wxyz")
+    slot = bench.where()["ab"][1][0]
+    bench.corrupt(slot)
+    for _ in range(2):
+        bench.load("abcd", out=True)
+    first, second = [job.id for job in bench.jobs("load")]
+    bench.deliver(first)
+    bench.stored("ab", 1)
+    bench.drain()
+    assert "ab" in bench.residents(0) and not bench.jobs("write")
+    bench.deliver(second)
+    assert bench.job("write").dst_slots.tolist() == [slot]
     bench.finish()
 
 

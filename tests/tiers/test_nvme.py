@@ -41,6 +41,7 @@ class Counting(OsFiles):
         self.fallocate_error: int | None = None
         self.refuse_direct = False
         self.closed: list[int] = []
+        self.synced: list[int] = []
 
     def open(self, path: str, flags: int, mode: int) -> int:
         if self.refuse_direct and flags & os.O_DIRECT:
@@ -68,6 +69,7 @@ class Counting(OsFiles):
     def fdatasync(self, fd: int) -> None:
         if self.sync_error is not None:
             raise self.sync_error
+        self.synced.append(os.fstat(fd).st_ino)
         super().fdatasync(fd)
 
     def fallocate(self, fd: int, nbytes: int) -> None:
@@ -189,6 +191,14 @@ def test_a_sync_error_is_false_and_counted(tmp_path: Path) -> None:
     assert tier.sync() is True
     tier.close()
     assert tier.sync() is False
+
+
+def test_a_sync_reaches_every_file(tmp_path: Path) -> None:
+    ops = Counting()
+    tier = NVMeTier(tmp_path, 4096, 6, extents=(2, 3, 1), ops=ops)
+    assert tier.sync()
+    assert ops.synced == [(tmp_path / f"slots-0{i}.dat").stat().st_ino for i in range(3)]
+    tier.close()
 
 
 @pytest.mark.parametrize("memory", ["page cache", "tmpfs"])
