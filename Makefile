@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-slow campaign bench bench-peers bench-report lint types wheel clean
+.PHONY: help demo test test-slow campaign planted-faults bench bench-peers bench-report lint types wheel clean
 
 help:
 	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
@@ -15,6 +15,7 @@ help:
 	@echo "make bench-peers  tiercache and its peers in one run, about 10 minutes, and the first time to build (ARGS=--help)"
 	@echo "make campaign   10,000 power cuts (about five minutes on two quiet cores)"
 	@echo "make bench-report  docs/benchmarks.md and its pictures, from the newest results"
+	@echo "make planted-faults  take each protection out on purpose: the tests must notice (minutes)"
 	@echo "make lint       ruff: lint and format"
 	@echo "make types      mypy --strict"
 	@echo "make wheel      build the wheel and smoke-test it in a clean venv"
@@ -62,6 +63,9 @@ bench-report: $(VENV)/bench.stamp
 
 bench-peers: $(VENV)/demo.stamp
 	$(BIN)/python bench/peers/run.py $(ARGS)
+
+planted-faults: $(VENV)/test.stamp
+	$(BIN)/python tests/planted/plant.py
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
