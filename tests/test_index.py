@@ -45,13 +45,13 @@ class Model:
         walk = self.index.walk(symbols, len(prompt))
         if walk.blocks == len(prompt):
             return
-        path = list(walk.path)
+        path = walk.path.copy()
         fresh = symbols[walk.blocks * self.width :]
-        above = int(path[-1][0].idents[path[-1][1] - 1]) if path else 5
+        above = int(path.idents()[-1]) if path else 5
         idents = chain_idents(fresh, self.width, above)
         node, at = self.index.extend(path, fresh, idents, partial)
         if path:
-            last, take = path[-1]
+            last, take = path.end
             assert take == last.n or last is node, "the path is corrected where its last node was split"
         for i in range(len(idents)):
             levels = range(len(self.tables))
@@ -60,7 +60,7 @@ class Model:
             slots = [-1] * len(self.tables)
             for level in levels:
                 (slot,) = self.tables[level].take(1).tolist()
-                node.slots[level, at + i] = slot
+                node.slots[at + i, level] = slot
                 self.tables[level].owner[slot], self.tables[level].pos[slot] = node.id, at + i
                 self._count(node, level, 1)
                 slots[level] = slot
@@ -71,16 +71,16 @@ class Model:
     def remove_leaf(self, prefix):
         """Take the slots of a block without descendants away, and trim."""
         walk = self.index.walk(self.encode(prefix), len(prefix))
-        node, take = walk.path[-1]
+        node, take = walk.path.end
         assert take == node.n and not node.children
         for level, table in enumerate(self.tables):
-            slot = int(node.slots[level, take - 1])
+            slot = int(node.slots[take - 1, level])
             if slot >= 0:
-                node.slots[level, take - 1] = -1
+                node.slots[take - 1, level] = -1
                 table.give(np.array([slot], dtype=np.int32))
                 self._count(node, level, -1)
         del self.blocks[prefix]
-        for node, _ in reversed(walk.path):
+        for node in reversed(walk.path.nodes):
             if not self.index.trim(node):
                 break
 
@@ -115,13 +115,13 @@ class Model:
             for i in range(node.n):
                 symbol = node.run[i * self.width : (i + 1) * self.width]
                 prefix = (*prefix, self.letter(symbol))
-                slots = tuple(node.slots[:, i].tolist())
+                slots = tuple(node.slots[i].tolist())
                 seen[prefix] = (int(node.idents[i]), slots, float(node.last_use[i]), int(node.uses[i]))
                 for level, slot in enumerate(slots):
                     if slot >= 0:
                         assert self.tables[level].owner[slot] == node.id and self.tables[level].pos[slot] == i
             for level in range(len(self.tables)):
-                assert node.held[level] == sum(int(slot) >= 0 for slot in node.slots[level, : node.n])
+                assert node.held[level] == sum(int(slot) >= 0 for slot in node.slots[:, level])
                 assert node.kids[level] == sum(bool(c.held[level] or c.kids[level]) for c in node.children.values())
             stack += [(child, prefix) for child in node.children.values()]
         assert count == len(index.nodes) == len(list(index.walk_nodes()))
@@ -136,7 +136,7 @@ class Model:
         walk = self.index.walk(symbols, len(prompt), struct.pack(f"<{len(tail)}i", *tail))
         expected = next((i for i in range(len(prompt)) if tuple(prompt[: i + 1]) not in self.blocks), len(prompt))
         assert walk.blocks == expected == sum(take for _, take in walk.path)
-        assert all(take == node.n for node, take in walk.path[:-1])
+        assert all(take == node.n for node, take in list(walk.path)[:-1])
         mine = self.words(prompt, tail)
         common = 0
         for other in self.blocks:
@@ -193,7 +193,7 @@ def test_many_children_are_searched_in_order(width):
     for letter in letters[: 2 * _SCAN_LIMIT]:
         model.add([1, letter, 2])
         model.check()
-    node = model.index.walk(model.encode([1]), 1).path[0][0]
+    node = model.index.walk(model.encode([1]), 1).path.nodes[0]
     assert node.order is not None and len(node.children) == 2 * _SCAN_LIMIT
     for letter in letters:
         model.check_walk([1, letter, 2])
@@ -221,7 +221,7 @@ def test_a_leaf_grows_in_place_up_to_a_limit():
     symbols = model.encode([1] * (_APPEND_LIMIT + 10))
 
     def extend(begin, end):
-        path = list(index.walk(symbols, begin).path)
+        path = index.walk(symbols, begin).path.copy()
         run = symbols[begin * 8 : end * 8]
         return index.extend(path, run, np.arange(begin, end, dtype=np.uint64), False)
 
@@ -237,7 +237,7 @@ def test_a_leaf_grows_in_place_up_to_a_limit():
 def test_nothing_grows_under_a_partial_tail():
     model = Model(8)
     model.add([1, 2, 9], partial=True)
-    node = model.index.walk(model.encode([1]), 1).path[0][0]
+    node = model.index.walk(model.encode([1]), 1).path.nodes[0]
     assert node.partial
     model.add([1, 2, 3])
     head = next(iter(model.index.root.children.values()))
@@ -261,10 +261,10 @@ def test_trim_keeps_blocks_that_have_a_slot_in_any_level():
     model = Model(8)
     model.add([1, 2, 3, 4])
     (node,) = model.index.nodes.values()
-    node.slots[0, 2:] = -1
+    node.slots[2:, 0] = -1
     node.held[0] -= 2
     assert not model.index.trim(node) and node.n == 4
-    node.slots[1, 3] = -1
+    node.slots[3, 1] = -1
     node.held[1] -= 1
     assert not model.index.trim(node) and node.n == 3
     assert len(node.run) >= 3 * 8 and model.index.walk(model.encode([1, 2, 3, 4]), 4).blocks == 3
@@ -275,10 +275,10 @@ def test_a_trimmed_run_is_copied_to_size_so_that_it_keeps_no_memory():
     model = Model(8, levels=1)
     model.add([1] * 64)
     (node,) = model.index.nodes.values()
-    node.slots[0, 4:] = -1
+    node.slots[4:, 0] = -1
     node.held[0] = 4
     model.index.trim(node)
-    assert node.n == 4 and node.slots.shape == (1, 4) and len(node.run) == 32 and len(node.idents) == 4
+    assert node.n == 4 and node.slots.shape == (4, 1) and len(node.run) == 32 and len(node.idents) == 4
     assert node.slots.base is None and node.idents.base is None
 
 
@@ -288,7 +288,7 @@ def test_a_split_copies_its_arrays_so_that_neither_half_keeps_the_other_alive():
     model.add([1, 1, 2])
     for node in model.index.nodes.values():
         for array in (node.slots, node.idents, node.last_use, node.uses):
-            assert array.base is None and array.shape[-1] == node.n
+            assert array.base is None and len(array) == node.n
     model.check()
 
 

@@ -81,7 +81,7 @@ def test_nothing_to_encode() -> None:
         for partial in (False, True):
             prompt = encode_prompt(tokens, 16, partial_tail=partial)
             assert (prompt.symbols, prompt.n, prompt.tail, prompt.partial) == (b"", 0, b"", False)
-    assert encode_prompt([7], 16).n == 0
+    assert encode_prompt([7], 16).n == 0 and encode_prompt([7], 16).first == b""
     assert encode_prompt([7], 16, partial_tail=True).n == 1
 
 
@@ -95,6 +95,19 @@ def test_symbols_hold_exactly_the_tokens(tokens: list[int], block_tokens: int, p
     assert prompt.tokens == len(read)
     if partial_tail:
         assert prompt.tail == b""
+
+
+def test_symbols_are_made_when_they_are_asked_for_and_then_are_the_prompts_own():
+    for block_tokens, extra in ((16, None), (2, None), (16, "tenant"), (16, ["a", None, b"c"])):
+        tokens = np.arange(3 * block_tokens + 1, dtype=np.int32)
+        whole, prompt = (encode_prompt(tokens.copy(), block_tokens, extra) for _ in range(2))
+        width = prompt.symbol_nbytes
+        assert prompt.first == whole.symbols[:width] and len(whole.symbols) == 3 * width
+        assert prompt.symbols == whole.symbols and prompt.first == whole.symbols[:width]
+        late = encode_prompt(tokens, block_tokens, extra)
+        early = late.symbols
+        tokens[:] = 0
+        assert late.symbols is early and late == whole
 
 
 @given(st.lists(ids, max_size=40), st.integers(1, 12))

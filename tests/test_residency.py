@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tiercache.index import ABSENT
+from tiercache.index import ABSENT, Path
 from tiercache.residency import Residency
 from tiercache.slots import NO_OWNER, SlotState
 from tiercache.types import LevelSpec
@@ -23,7 +23,7 @@ def add(residency, prompt, level=0):
     """Store the blocks of a prompt that are not there, with slots in one level. Returns the slots."""
     walk = residency.index.walk(symbols(prompt), len(prompt))
     fresh = len(prompt) - walk.blocks
-    path = list(walk.path)
+    path = walk.path.copy()
     idents = np.arange(fresh, dtype=np.uint64)
     node, at = residency.extend(path, symbols(prompt[walk.blocks :]), idents, False)
     slots = residency.tables[level].take(fresh)
@@ -33,7 +33,7 @@ def add(residency, prompt, level=0):
 
 
 def node_of(residency, prompt):
-    node, take = residency.index.walk(symbols(prompt), len(prompt)).path[-1]
+    node, take = residency.index.walk(symbols(prompt), len(prompt)).path.end
     return node, take - 1
 
 
@@ -67,7 +67,7 @@ def test_place_and_unplace_keep_owner_and_position():
     assert table.owner[slots].tolist() == [node.id] * 4 and table.pos[slots].tolist() == [0, 1, 2, 3]
     gone = residency.unplace(node, 1, 3, 0)
     assert gone.tolist() == slots[1:3].tolist() and (table.owner[gone] == NO_OWNER).all()
-    assert node.slots[0].tolist() == [slots[0], ABSENT, ABSENT, slots[3]] and node.held[0] == 2
+    assert node.slots[:, 0].tolist() == [slots[0], ABSENT, ABSENT, slots[3]] and node.held[0] == 2
     assert residency.unplace(node, 1, 3, 0).tolist() == []
     with pytest.raises(AssertionError):
         residency.place(node, 0, 0, gone)
@@ -130,7 +130,7 @@ def test_states_best_level_and_copies_below():
     residency.place(node, 1, 2, lower)
     residency.tables[2].state[lower[0]] = SlotState.RESIDENT
     residency.tables[0].state[slots[0]] = SlotState.BAD
-    states = residency.states(residency.index.gather([(node, 4)]))
+    states = residency.states(residency.index.gather(Path([node], 4)))
     assert states.tolist() == [[3, 2, 2, 2], [0, 0, 0, 0], [0, 2, 1, 0]]
     assert residency.best_level(states, [True, True, True]).tolist() == [-1, 0, 0, 0]
     assert residency.best_level(states, [False, True, True]).tolist() == [-1, 2, -1, -1]
@@ -145,7 +145,7 @@ def test_paths_and_subtrees():
     deep, at = node_of(residency, "abxyq")
     path = residency.path_to(deep, at + 1)
     assert [(node.depth, take) for node, take in path] == [(0, 2), (2, 2), (4, 1)]
-    head = path[0][0]
+    head = path.nodes[0]
     tree = residency.subtree(head)
     assert tree[0] is head and len(tree) == len(residency.index.nodes) == 5
     assert all(tree.index(node.parent) < tree.index(node) for node in tree[1:])

@@ -139,14 +139,16 @@ class TieredKVCache:
 
     def _lookup(self, stack: Stack | None, prompt: Prompt, again: bool = False) -> Match:
         """Under the planner's lock. `again`: the same lookup after a wait, counted once."""
+        size = self.settings.block_tokens
         if stack is None or not self.loads_enabled:
-            return Match(0, 0, {}, 0, 0 if prompt.token_count else None, 0.0, prompt, self._epoch)
-        tail = prompt.tail if prompt.raw else b""
-        found = stack.planner.lookup(prompt.symbols, prompt.n, self._link.clock(), tail, again)
+            return Match(0, 0, {}, 0, 0 if prompt.token_count else None, 0.0, b"", size, self._epoch)
+        planner, tail = stack.planner, prompt.tail if prompt.raw else b""
+        # Nothing begins like this prompt: it need not be encoded to the end to be told so.
+        symbols = prompt.symbols if planner.begins(prompt.first) else prompt.first
+        found = planner.lookup(symbols, prompt.n, self._link.clock(), tail, again)
         by_tier = {spec.name: count for spec, count in zip(stack.specs, found.by_level, strict=True)}
-        tokens = min(found.blocks * prompt.block_tokens, prompt.tokens)
-        diverged, epoch = diverged_at(prompt, found.words), stack.planner.epoch
-        return Match(tokens, found.blocks, by_tier, found.pending, diverged, found.load_s, prompt, epoch)
+        tokens, diverged = min(found.blocks * size, prompt.tokens), diverged_at(prompt, found.words)
+        return Match(tokens, found.blocks, by_tier, found.pending, diverged, found.load_s, symbols, size, planner.epoch)
 
     async def alookup(self, tokens: Tokens, extra: Extra | None = None) -> Match:
         """`lookup` for callers in an event loop (it takes microseconds and never waits)."""
@@ -184,7 +186,7 @@ class TieredKVCache:
                 if rows is not None:
                     endpoint, want = self._link.attach(stack, rows), min(want, rows.n)
                 first, match.once[0] = not match.once[0], True
-                load = stack.planner.plan_load(match.prompt.symbols, want, match.epoch, clock(), endpoint, first)
+                load = stack.planner.plan_load(match.symbols, want, match.epoch, clock(), endpoint, first)
                 expected = self._link.expect(future, load, match, out)
         if load is None:
             memory = stack.memory if stack is not None else None
@@ -224,6 +226,7 @@ class TieredKVCache:
         short and told by the ticket, never waited for.
         """
         prompt = encode_prompt(tokens, self.settings.block_tokens, extra, partial_tail)
+        symbols = prompt.symbols
         self._link.check_open()
         layout = self.layout or KVLayout.of(blocks)
         rows = CallerRows(blocks, layout)
@@ -236,7 +239,7 @@ class TieredKVCache:
         with self._link.planning():
             endpoint = self._link.attach(stack, rows)
             plan = stack.planner.plan_store(
-                prompt.symbols, prompt.n, start, stack.planner.epoch, self._link.clock(), endpoint, prompt.partial
+                symbols, prompt.n, start, stack.planner.epoch, self._link.clock(), endpoint, prompt.partial
             )
             return self._link.ticket(stack, plan, endpoint)
 
@@ -262,7 +265,7 @@ class TieredKVCache:
         with self._link.planning() as stack:
             if stack is not None and not match.once[0]:
                 match.once[0] = True
-                stack.planner.touch(match.prompt.symbols, match.blocks, match.epoch, self._link.clock())
+                stack.planner.touch(match.symbols, match.blocks, match.epoch, self._link.clock())
 
     def release(self, tokens: Tokens, extra: Extra | None = None) -> int:
         """Hint: this conversation ended. What only its path uses leaves first. Returns how many blocks that is."""
@@ -275,7 +278,7 @@ class TieredKVCache:
         with self._link.planning() as stack:
             held: list[tuple[int, Slots]] = []
             if stack is not None:
-                held = stack.planner.pin(match.prompt.symbols, match.blocks, match.epoch, self._link.clock())
+                held = stack.planner.pin(match.symbols, match.blocks, match.epoch, self._link.clock())
             return Pin(sum(len(slots) for _, slots in held), held)
 
     def unpin(self, pin: Pin) -> None:

@@ -6,8 +6,10 @@ everywhere else, so a split under a running job is harmless. Everything per bloc
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -26,8 +28,12 @@ _SCAN_LIMIT = 16
 """Children up to which the one with the longest common prefix is found by a scan; beyond, in a sorted list."""
 
 
+_NO_CHILDREN: dict[bytes, Node] = {}
+"""What every leaf has for children; never changed. Most nodes are leaves."""
+
+
 class Node:
-    """A run of n blocks. Arrays may be longer than n until they are compacted; only the first n count."""
+    """A run of n blocks: arrays of n, and `run`, which may be longer until it is compacted (the first n count)."""
 
     __slots__ = (
         "children",
@@ -54,13 +60,14 @@ class Node:
         self.parent = parent
         self.depth = depth
         """Blocks on the path before this run."""
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[bytes, Node] = _NO_CHILDREN
         self.order: Any = None
         """First symbols of the children, sorted; only when there are many."""
         self.run = run
         self.n = n
         self.idents = idents
-        self.slots: NDArray[np.int32] = np.full((levels, n), ABSENT, dtype=np.int32)
+        self.slots: NDArray[np.int32] = np.full((n, levels), ABSENT, dtype=np.int32)
+        """`int32[n, levels]`, contiguous, so that the slots along a path are the nodes' bytes side by side."""
         self.last_use: Floats = np.zeros(n)
         self.uses: Uses = np.zeros(n, dtype=np.uint32)
         self.held = [0] * levels
@@ -78,8 +85,64 @@ class Node:
         return f"Node(id={self.id}, blocks {self.depth}..{self.depth + self.n}, held={self.held}, kids={self.kids})"
 
 
-Path = list[tuple[Node, int]]
-"""Nodes from the root down, each with how many of its blocks belong to the path (at least 1)."""
+class Path:
+    """Nodes from the root down: all blocks of each belong to the path, of the last one the first `take` (at least 1).
+
+    Iteration gives (node, blocks of it). Nodes alone in a list, since a tuple for each costs more than finding it.
+    """
+
+    __slots__ = ("nodes", "take")
+
+    def __init__(self, nodes: list[Node], take: int) -> None:
+        self.nodes = nodes
+        self.take = take
+        """Blocks of the last node; 0 for an empty path."""
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __iter__(self) -> Iterator[tuple[Node, int]]:
+        return zip(self.nodes, self.takes(), strict=True)
+
+    def __repr__(self) -> str:
+        return f"Path({len(self.nodes)} nodes, {self.blocks} blocks)"
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the prompt on the path."""
+        return self.nodes[-1].depth + self.take if self.nodes else 0
+
+    @property
+    def end(self) -> tuple[Node, int]:
+        """The last node and how many of its blocks belong to the path."""
+        return self.nodes[-1], self.take
+
+    def takes(self) -> list[int]:
+        """Blocks of each node that belong to the path."""
+        return [node.n for node in self.nodes[:-1]] + [self.take] * bool(self.nodes)
+
+    def starts(self) -> NDArray[np.int64]:
+        """Path position of each node's first block, and one more entry: the blocks of the path."""
+        return np.array([node.depth for node in self.nodes] + [self.blocks], dtype=np.int64)
+
+    def copy(self) -> Path:
+        """Another path over the same nodes."""
+        return Path(self.nodes.copy(), self.take)
+
+    def idents(self) -> Idents:
+        """Ident per block (a copy)."""
+        return _joined([node.idents for node in self.nodes], self.take, np.uint64)
+
+    def uses(self) -> Uses:
+        """Uses per block (a copy)."""
+        return _joined([node.uses for node in self.nodes], self.take, np.uint32)
+
+    def shorten(self, blocks: int) -> Path:
+        """The path of the first `blocks` blocks (all, where it has no more)."""
+        if blocks >= self.blocks:
+            return self
+        count = bisect_left(self.nodes, blocks, key=attrgetter("depth"))
+        return Path(self.nodes[:count], blocks - self.nodes[count - 1].depth if count else 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,30 +179,29 @@ class PrefixIndex:
 
         O(k) compares; mutates nothing.
         """
-        width, node, at, path = self.width, self.root, 0, []
-        words = -1
-        while at < n:
-            child = node.children.get(symbols[at * width : (at + 1) * width])
+        width, node, begin = self.width, self.root, 0
+        nodes: list[Node] = []
+        end = n * width
+        while begin < end:
+            child = node.children.get(symbols[begin : begin + width])
             if child is None:
                 break
-            if child.n <= n - at and symbols.startswith(child.run, at * width):
-                take = child.n
-            else:
-                same = _common_words(symbols, at * width, child.run, min(child.n, n - at) * width)
+            stop = begin + child.n * width
+            # The key says it all of a single block; a longer run is compared whole.
+            if child.n > 1 and not (stop <= end and symbols.startswith(child.run, begin)):
+                same = _common_words(symbols, begin, child.run, min(stop, end) - begin)
                 take = same * 4 // width
                 if take < child.n:
-                    path.append((child, take))
-                    at += take
+                    nodes.append(child)
+                    begin += take * width
                     left = child.run[take * width : child.n * width]
-                    words = at * width // 4 + _shared_words(symbols[at * width : (at + 1) * width] or tail, left)
-                    break
-            path.append((child, take))
-            at += take
-            node = child
-        if words < 0:
-            rest = symbols[at * width : (at + 1) * width] or tail
-            words = at * width // 4 + (self._closest_child_words(node, rest) if rest else 0)
-        return Walk(path, at, words)
+                    words = begin // 4 + _shared_words(symbols[begin : begin + width] or tail, left)
+                    return Walk(Path(nodes, take), begin // width, words)
+            nodes.append(child)
+            begin, node = stop, child
+        rest = symbols[begin : begin + width] or tail
+        words = begin // 4 + (self._closest_child_words(node, rest) if rest else 0)
+        return Walk(Path(nodes, node.n), begin // width, words)
 
     def _closest_child_words(self, node: Node, rest: bytes) -> int:
         """Longest common prefix, in words, of `rest` with the first symbol of any child."""
@@ -151,12 +213,8 @@ class PrefixIndex:
 
     def gather(self, path: Path) -> NDArray[np.int32]:
         """Slots `int32[levels, blocks]` along a path (a copy)."""
-        if len(path) == 1:
-            node, take = path[0]
-            return node.slots[:, :take].copy()
-        if not path:
-            return np.empty((len(self.tables), 0), dtype=np.int32)
-        return np.concatenate([_leading(node.slots, take) for node, take in path], axis=1)
+        rows = _joined([node.slots for node in path.nodes], path.take, np.int32)
+        return np.ascontiguousarray(rows.reshape(-1, len(self.tables)).T)
 
     def walk_nodes(self) -> Iterator[Node]:
         """Every node, in no particular order. Do not change the tree meanwhile."""
@@ -170,16 +228,14 @@ class PrefixIndex:
         Splits the last node where the path ends inside it; `path` is then corrected in place. A leaf that ends
         there grows instead of getting a child. Returns (node, position of the first new block in it).
         """
+        parent = self.root
         if path:
-            last, take = path[-1]
-            if take < last.n:
-                last = self.split(last, take)
-                path[-1] = (last, take)
-            if not last.children and not last.partial and last.n + len(idents) <= _APPEND_LIMIT:
-                return last, self._append(last, symbols, idents, partial)
-            parent = last
-        else:
-            parent = self.root
+            parent, take = path.end
+            if take < parent.n:
+                parent = self.split(parent, take)
+                path.nodes[-1] = parent
+            if not parent.children and not parent.partial and parent.n + len(idents) <= _APPEND_LIMIT:
+                return parent, self._append(parent, symbols, idents, partial)
         node = self._new_node(parent, parent.depth + parent.n, symbols, idents)
         node.partial = partial
         self._adopt(parent, node)
@@ -192,22 +248,23 @@ class PrefixIndex:
         width, parent = self.width, node.parent
         assert parent is not None
         head = self._new_node(parent, node.depth, node.run[: at * width], node.idents[:at].copy())
-        head.slots = node.slots[:, :at].copy()
+        head.slots = node.slots[:at].copy()
         head.last_use, head.uses = node.last_use[:at].copy(), node.uses[:at].copy()
-        parent.children[head.run[:width]] = head
+        first = head.run[:width]
+        del parent.children[first]  # and not only its value: the key of a single block is its run
+        parent.children[first] = head
         node.run = node.run[at * width : node.n * width]
-        node.idents = node.idents[at : node.n].copy()
-        node.slots = node.slots[:, at : node.n].copy()
-        node.last_use, node.uses = node.last_use[at : node.n].copy(), node.uses[at : node.n].copy()
         node.n -= at
+        node.idents, node.slots = node.idents[at:].copy(), node.slots[at:].copy()
+        node.last_use, node.uses = node.last_use[at:].copy(), node.uses[at:].copy()
         node.depth += at
         node.parent = head
-        head.children[node.run[:width]] = node
+        head.children = {node.run[:width]: node}
         for level, table in enumerate(self.tables):
-            mine = head.slots[level]
+            mine = head.slots[:, level]
             mine = mine[mine >= 0]
             table.owner[mine] = head.id
-            rest = node.slots[level]
+            rest = node.slots[:, level]
             table.pos[rest[rest >= 0]] -= at
             head.held[level] = len(mine)
             node.held[level] -= len(mine)
@@ -222,19 +279,21 @@ class PrefixIndex:
         if node.children or node.parent is None:
             return False
         keep = node.n
-        while keep and (node.slots[:, keep - 1] < 0).all():
+        while keep and (node.slots[keep - 1] < 0).all():
             keep -= 1
+        if keep == node.n:
+            return False
         self.blocks -= node.n - keep
-        if keep < node.n:
-            node.n = keep
-            node.partial = False
+        node.n, node.partial = keep, False
         if keep == 0:
             self._remove(node)
             return True
-        if keep * 2 < node.slots.shape[1]:
+        node.idents, node.slots = node.idents[:keep], node.slots[:keep]
+        node.last_use, node.uses = node.last_use[:keep], node.uses[:keep]
+        if keep * 2 < len(node.run) // self.width:  # views until then, so that a block costs no copy of its run
             node.run = node.run[: keep * self.width]
-            node.idents, node.slots = node.idents[:keep].copy(), node.slots[:, :keep].copy()
-            node.last_use, node.uses = node.last_use[:keep].copy(), node.uses[:keep].copy()
+            node.idents, node.slots = node.idents.copy(), node.slots.copy()
+            node.last_use, node.uses = node.last_use.copy(), node.uses.copy()
         return False
 
     def attach_run(self, parent: Node, symbols: bytes, idents: Idents) -> Node:
@@ -249,11 +308,10 @@ class PrefixIndex:
     def _append(self, node: Node, symbols: bytes, idents: Idents, partial: bool) -> int:
         at, n = node.n, len(idents)
         node.run = node.run[: at * self.width] + symbols
-        node.idents = np.concatenate((node.idents[:at], idents))
-        absent = np.full((len(self.tables), n), ABSENT, dtype=np.int32)
-        node.slots = np.concatenate((node.slots[:, :at], absent), axis=1)
-        node.last_use = np.concatenate((node.last_use[:at], np.zeros(n)))
-        node.uses = np.concatenate((node.uses[:at], np.zeros(n, dtype=np.uint32)))
+        node.idents = np.concatenate((node.idents, idents))
+        node.slots = np.concatenate((node.slots, np.full((n, len(self.tables)), ABSENT, dtype=np.int32)))
+        node.last_use = np.concatenate((node.last_use, np.zeros(n)))
+        node.uses = np.concatenate((node.uses, np.zeros(n, dtype=np.uint32)))
         node.n = at + n
         node.partial = partial
         self.blocks += n
@@ -272,6 +330,8 @@ class PrefixIndex:
     def _adopt(self, parent: Node, node: Node) -> None:
         first = node.run[: self.width]
         assert first not in parent.children
+        if parent.children is _NO_CHILDREN:
+            parent.children = {}
         parent.children[first] = node
         if parent.order is not None:
             parent.order.add(first)
@@ -290,9 +350,13 @@ class PrefixIndex:
         node.parent = None
 
 
-def _leading(slots: NDArray[np.int32], take: int) -> NDArray[np.int32]:
-    """The first `take` columns, without the cost of a view where these are all."""
-    return slots if slots.shape[1] == take else slots[:, :take]
+def _joined(arrays: list[Any], take: int, dtype: Any) -> NDArray[Any]:
+    """A path's arrays side by side, of the last one `take` entries; flat, a copy. `bytearray.join` costs a fifth of
+    `np.concatenate` where they are many and short."""
+    if not arrays:
+        return np.empty(0, dtype=dtype)
+    arrays[-1] = arrays[-1][:take]
+    return np.frombuffer(bytearray().join(arrays), dtype=dtype)
 
 
 def _common_words(symbols: bytes, offset: int, run: bytes, nbytes: int) -> int:

@@ -23,7 +23,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -61,12 +61,10 @@ _MARKER = struct.pack("<i", INT32_MIN)
 _WORD = np.dtype("<i4")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Prompt:
-    """A prompt as symbols."""
+    """A prompt as symbols, which are made when they are first asked for."""
 
-    symbols: bytes
-    """n symbols of `symbol_nbytes` each, side by side."""
     n: int
     """Number of symbols."""
     tokens: int
@@ -78,6 +76,30 @@ class Prompt:
     block_tokens: int
     raw: bool
     """No symbol is hashed."""
+    _ids: NDArray[np.int32] | None = field(repr=False)
+    """The tokens of the symbols, maybe the caller's own array; None once the symbols are made."""
+    _symbols: bytes = field(repr=False)
+
+    @property
+    def symbols(self) -> bytes:
+        """n symbols of `symbol_nbytes` each, side by side. The caller's array must not change before the first call."""
+        if self._ids is not None:
+            self._symbols = _raw_symbols(self._ids, self.n, self.block_tokens, self.symbol_nbytes)
+            self._ids = None
+        return self._symbols
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Prompt):
+            return NotImplemented
+        mine = (self.block_tokens, self.tokens, self.tail, self.raw, self.symbols)
+        return mine == (other.block_tokens, other.tokens, other.tail, other.raw, other.symbols)
+
+    @property
+    def first(self) -> bytes:
+        """The first symbol, without making the others; empty where there is none."""
+        if self._ids is None:
+            return self._symbols[: self.symbol_nbytes]
+        return _raw_symbols(self._ids[: self.block_tokens], min(self.n, 1), self.block_tokens, self.symbol_nbytes)
 
     @property
     def symbol_nbytes(self) -> int:
@@ -105,21 +127,22 @@ def encode_prompt(tokens: Tokens, block_tokens: int, extra: Extra | None = None,
 
     ValueError: tokens that are not 1-D, an id outside int32 or equal to INT32_MIN, a sequence of the wrong length.
     TypeError: tokens or extra of another type, bools and floats included. Both name the offending index and value.
-    Nothing is mutated. An int32 array with `block_tokens` of at least 9 costs one copy and one vectorised check.
+    Nothing is mutated. An int32 array with `block_tokens` of at least 9 costs one vectorised check, and one copy when
+    its symbols are asked for.
     """
-    width = symbol_nbytes(block_tokens)
+    symbol_nbytes(block_tokens)  # ValueError for what is no block size
     ids = _token_ids(tokens)
     count = len(ids)
     rest = count % block_tokens
     covered = count if partial_tail else count - rest
     n = -(-covered // block_tokens)
     tail = b"" if covered == count else ids[covered:].tobytes()
-    symbols = _raw_symbols(ids[:covered], n, block_tokens, width)
     extras = _extras(extra, n)
-    if extras is not None:
-        symbols = _hash_symbols(symbols, width, extras)
     raw = extras is None or all(value is None for value in extras)
-    return Prompt(symbols, n, covered, tail, covered % block_tokens != 0, block_tokens, raw)
+    prompt = Prompt(n, covered, tail, covered % block_tokens != 0, block_tokens, raw, ids[:covered], b"")
+    if extras is not None and not raw:
+        prompt._symbols, prompt._ids = _hash_symbols(prompt.symbols, symbol_nbytes(block_tokens), extras), None
+    return prompt
 
 
 def root_ident(namespace_digest: bytes, epoch: bytes) -> int:
@@ -236,7 +259,9 @@ def _from_array(tokens: NDArray[Any]) -> NDArray[np.int32]:
         raise TypeError(f"tokens are {tokens.dtype}{_first_of(tokens.flatten().tolist())}: integer ids are needed")
     if tokens.ndim != 1:
         raise ValueError(f"tokens have shape {tokens.shape}: one axis is needed")
-    if len(tokens) and (int(tokens.min()) <= INT32_MIN or int(tokens.max()) > INT32_MAX):
+    size, signed = tokens.dtype.itemsize, tokens.dtype.kind == "i"  # what the dtype rules out costs no pass
+    low = signed and size >= 4 and len(tokens) and int(tokens.min()) <= INT32_MIN
+    if low or (size >= 8 - 4 * (not signed) and len(tokens) and int(tokens.max()) > INT32_MAX):
         wide = tokens.astype(object)
         i = next(i for i, value in enumerate(wide) if not INT32_MIN < value <= INT32_MAX)
         raise ValueError(_outside(i, wide[i]))

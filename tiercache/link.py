@@ -123,7 +123,7 @@ class Link:
         assert stack is not None
         if load.endpoint:
             stack.mover.detach(load.endpoint)
-        tokens = min(load.blocks * match.prompt.block_tokens, match.prompt.tokens)
+        tokens = min(load.blocks * match.block_tokens, match.tokens)
         if not future.set_running_or_notify_cancel():
             self.end_load(load)
             return

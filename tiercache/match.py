@@ -34,7 +34,9 @@ class Match:
     (`extra`) a multiple of the block size."""
     estimated_load_s: float
     """Seconds, from measured rates and queues; 0.0 where nothing was measured yet."""
-    prompt: Prompt = field(repr=False)
+    symbols: bytes = field(repr=False)
+    """Of the matched blocks, and maybe of more; for the cache."""
+    block_tokens: int = field(repr=False)
     epoch: bytes = field(repr=False)
     once: list[bool] = field(default_factory=lambda: [False], repr=False)
     """Whether its recency was counted already (it is, once per match)."""

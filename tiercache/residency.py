@@ -52,8 +52,8 @@ class Residency:
         n = len(slots)
         if n == 0:
             return
-        assert (node.slots[level, at : at + n] < 0).all()
-        node.slots[level, at : at + n] = slots
+        assert (node.slots[at : at + n, level] < 0).all()
+        node.slots[at : at + n, level] = slots
         table = self.tables[level]
         table.owner[slots] = node.id
         table.pos[slots] = np.arange(at, at + n, dtype=np.int32)
@@ -61,10 +61,10 @@ class Residency:
 
     def unplace(self, node: Node, begin: int, end: int, level: int) -> Slots:
         """Take the slots of blocks `[begin, end)` in `level` away from the run and return them. They are not freed."""
-        row = node.slots[level, begin:end]
+        row = node.slots[begin:end, level]
         slots = row[row >= 0].astype(np.int32)
         if len(slots):
-            node.slots[level, begin:end] = ABSENT
+            node.slots[begin:end, level] = ABSENT
             self.tables[level].owner[slots] = NO_OWNER
             self._count(node, level, -len(slots))
         return slots
@@ -87,9 +87,9 @@ class Residency:
 
     def extend(self, path: Path, symbols: bytes, idents: Idents, partial: bool) -> tuple[Node, int]:
         """`PrefixIndex.extend`; the nodes that it split or made are filed anew."""
-        touched = [path[-1][0]] if path else []
+        touched = path.nodes[-1:]
         node, at = self.index.extend(path, symbols, idents, partial)
-        for each in (*touched, *([path[-1][0]] if path else []), node):
+        for each in (*touched, *path.nodes[-1:], node):
             self.stale[each] = None
         return node, at
 
@@ -166,7 +166,7 @@ class Residency:
         """Per block of the stretch: is there a readable copy in a slower level?"""
         below = np.zeros(end - begin, dtype=np.bool_)
         for lower in range(level + 1, self.levels):
-            row = node.slots[lower, begin:end]
+            row = node.slots[begin:end, lower]
             below |= (row >= 0) & (self.tables[lower].state[row] == SlotState.RESIDENT)
         return below
 
@@ -179,10 +179,10 @@ class Residency:
 
     def path_to(self, node: Node, take: int) -> Path:
         """The path from the root to block `take - 1` of `node`."""
-        path: Path = [(node, take)]
+        nodes = [node]
         above = node.parent
         while above is not None and above.parent is not None:
-            path.append((above, above.n))
+            nodes.append(above)
             above = above.parent
-        path.reverse()
-        return path
+        nodes.reverse()
+        return Path(nodes, take)

@@ -456,7 +456,7 @@ class Bench:
                 prompt += chr(letter)
                 found[prompt] = [
                     None if slot < 0 else (int(slot), SlotState(int(self.tables[level].state[slot])))
-                    for level, slot in enumerate(node.slots[:, i])
+                    for level, slot in enumerate(node.slots[i])
                 ]
                 assert self.tokens[int(node.idents[i])] == (self.epoch, prompt)
             stack += [(child, prompt) for child in node.children.values()]
@@ -614,5 +614,5 @@ class Bench:
     def last_use(self, prompt) -> float:
         """When the last block of a prompt was used last."""
         path = self.state.residency.index.walk(*self.encode(prompt)).path
-        node, take = path[-1]
+        node, take = path.end
         return float(node.last_use[take - 1])

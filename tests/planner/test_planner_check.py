@@ -22,7 +22,7 @@ def busy_bench():
 
 
 def node_of(bench, prompt):
-    node, take = bench.state.residency.index.walk(*bench.encode(prompt)).path[-1]
+    node, take = bench.state.residency.index.walk(*bench.encode(prompt)).path.end
     return node, take - 1
 
 
@@ -49,8 +49,8 @@ FAULTS = {
     "held miscounted": lambda b: node_of(b, "abcd")[0].held.__setitem__(0, 1),
     "kids miscounted": lambda b: node_of(b, "ab")[0].kids.__setitem__(1, 0),
     "blocks miscounted": lambda b: setattr(b.state.residency.index, "blocks", 3),
-    "a block on no level": lambda b: node_of(b, "pq")[0].slots.__setitem__((slice(None), 0), -1),
-    "NVMe without its parent": lambda b: node_of(b, "ab")[0].slots.__setitem__((1, 0), -1),
+    "a block on no level": lambda b: node_of(b, "pq")[0].slots.__setitem__((0, slice(None)), -1),
+    "NVMe without its parent": lambda b: node_of(b, "ab")[0].slots.__setitem__((0, 1), -1),
     "credits": lambda b: setattr(b.state.credits[1], "jobs", 5),
     "blocks in flight": lambda b: setattr(b.state.credits[0], "outbound", 0),
     "held blocks": lambda b: setattr(b.state.credits[0], "held", 0),

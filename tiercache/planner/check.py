@@ -47,7 +47,7 @@ def _check_slots(state: PlannerState) -> Iterator[str]:
         for slot in np.flatnonzero(owned).tolist():
             node = state.residency.index.nodes.get(int(table.owner[slot]))
             at = int(table.pos[slot])
-            if node is None or at >= node.n or int(node.slots[level, at]) != slot:
+            if node is None or at >= node.n or int(node.slots[at, level]) != slot:
                 yield f"{name}: slot {slot} says it is block {at} of node {int(table.owner[slot])}, which disagrees"
 
 
@@ -97,10 +97,10 @@ def _check_tree(state: PlannerState) -> Iterator[str]:
             yield f"node {node_id}: wrong depth, or its parent is a partial block"
         if node.parent.order is not None and list(node.parent.order) != sorted(node.parent.children):
             yield f"node {node.parent.id}: sorted children differ from children"
-        if min(len(node.run) // width, len(node.idents), node.slots.shape[1], len(node.last_use)) < node.n:
+        if len(node.run) < node.n * width or {len(node.idents), len(node.slots), len(node.last_use)} != {node.n}:
             yield f"node {node_id}: an array is shorter than its run"
         for level in range(state.residency.levels):
-            row = node.slots[level, : node.n]
+            row = node.slots[:, level]
             if node.held[level] != int((row >= 0).sum()):
                 yield f"node {node_id}: held[{level}] = {node.held[level]}, has {int((row >= 0).sum())}"
             kids = sum(child.held[level] > 0 or child.kids[level] > 0 for child in node.children.values())
@@ -115,7 +115,7 @@ def _check_tree(state: PlannerState) -> Iterator[str]:
 
 def _check_residency(state: PlannerState) -> Iterator[str]:
     for node in state.residency.index.nodes.values():
-        if (node.slots[:, : node.n] < 0).all(axis=0).any():
+        if (node.slots < 0).all(axis=1).any():
             yield f"node {node.id}: a block is in the tree and on no level"
         for level, spec in enumerate(state.specs):
             if spec.persistent and not _closed(node, level):
@@ -124,12 +124,12 @@ def _check_residency(state: PlannerState) -> Iterator[str]:
 
 def _closed(node: Node, level: int) -> bool:
     """Does this level hold, with each block of the run, the block before it?"""
-    there = node.slots[level, : node.n] >= 0
+    there = node.slots[:, level] >= 0
     if not there.any():
         return True
     inside = bool(there[: int(there.sum())].all())
     above = node.parent
-    return inside and (above is None or above.parent is None or bool(above.slots[level, above.n - 1] >= 0))
+    return inside and (above is None or above.parent is None or bool(above.slots[above.n - 1, level] >= 0))
 
 
 def _check_credits(state: PlannerState, loads: Loads) -> Iterator[str]:

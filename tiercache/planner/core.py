@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiercache.index import Path, Walk
 from tiercache.keys import root_ident
@@ -104,26 +103,33 @@ class Planner:
 
     # -- asking -------------------------------------------------------------------------------------------------
 
+    def begins(self, first: bytes) -> bool:
+        """Does any cached prompt begin with this symbol?"""
+        return first in self.state.residency.index.root.children
+
     def lookup(self, symbols: bytes, n: int, now: float, tail: bytes = b"", again: bool = False) -> Found:
         """How many leading blocks of a prompt have a readable copy. Mutates statistics only; with `again` (the same
-        question asked once more) not even those."""
+        question asked once more) not even those. `symbols` may be the first one alone where nothing `begins` so."""
         state, residency = self.state, self.state.residency
         state.now = now
         walk = residency.index.walk(symbols, n, tail)
-        blocks, pending, by_level = self._reach(residency.index.gather(walk.path))
+        blocks, pending, by_level = self._reach(walk.path)
         if not again:
             state.totals.lookups += 1
             state.totals.lookup_blocks += n
             state.totals.found_blocks += blocks
             if walk.path and walk.blocks < n:
-                walk.path[-1][0].exits += 1
+                walk.path.nodes[-1].exits += 1
         return Found(blocks, by_level, pending, walk.words, self._estimate(by_level))
 
-    def _reach(self, gathered: NDArray[np.int32]) -> tuple[int, int, tuple[int, ...]]:
-        """Leading readable blocks of a gathered path, blocks in flight after those, and the levels they come from."""
-        residency, online = self.state.residency, self.state.online_levels()
+    def _reach(self, path: Path) -> tuple[int, int, tuple[int, ...]]:
+        """Leading readable blocks of a path, blocks in flight after those, and the levels they come from."""
+        residency = self.state.residency
+        if not path:
+            return 0, 0, (0,) * residency.levels
+        gathered, online = residency.index.gather(path), self.state.online_levels()
         n = gathered.shape[1]
-        if n and online[0] and residency.all_readable(0, gathered[0]):
+        if online[0] and residency.all_readable(0, gathered[0]):
             return n, 0, (n,) + (0,) * (residency.levels - 1)
         states = residency.states(gathered)
         best = residency.best_level(states, online)
@@ -153,7 +159,7 @@ class Planner:
         walk = self._walk(symbols, want, epoch)
         load = self.loads.plan(walk.path, want, endpoint)
         if load.blocks and touch:
-            self._touch(self._shorten(walk.path, load.blocks))
+            self._touch(walk.path.shorten(load.blocks))
         self.demotion.tend()
         return load
 
@@ -195,8 +201,7 @@ class Planner:
         """This conversation ended: what only its path uses goes to the cold end. Returns blocks moved."""
         self.state.now = now
         path, moved = self.state.residency.index.walk(symbols, n).path, 0
-        for i in range(len(path) - 1, -1, -1):
-            node, take = path[i]
+        for i, (node, take) in reversed(list(enumerate(path))):
             alone = take == node.n and len(node.children) == (1 if i < len(path) - 1 else 0)
             if not alone:
                 break
@@ -257,7 +262,7 @@ class Planner:
         walk = index.walk(symbols, n)
         if walk.blocks < n:
             return 0
-        node, take = walk.path[-1]
+        node, take = walk.path.end
         return self.room.take_away(node, take - 1)
 
     def new_epoch(self, epoch: bytes, now: float) -> list[Load]:
@@ -315,7 +320,7 @@ class Planner:
         for node in list(self.state.residency.index.walk_nodes()):
             if node.parent is None:
                 continue
-            states = self.state.residency.states(node.slots[:, : node.n])
+            states = self.state.residency.states(node.slots.T)
             alive = (states == SlotState.RESIDENT) | (states == SlotState.WRITING)
             holes = np.flatnonzero(~alive.any(axis=0))
             if len(holes):
@@ -370,18 +375,8 @@ class Planner:
     def _walk(self, symbols: bytes, want: int, epoch: bytes) -> Walk:
         if epoch != self.state.epoch:
             self.state.totals.stale_epoch += 1
-            return Walk([], 0, 0)
+            return Walk(Path([], 0), 0, 0)
         return self.state.residency.index.walk(symbols, want)
-
-    @staticmethod
-    def _shorten(path: Path, blocks: int) -> Path:
-        short: Path = []
-        for node, take in path:
-            if blocks <= 0:
-                break
-            short.append((node, min(take, blocks)))
-            blocks -= take
-        return short
 
     def _touch(self, path: Path) -> None:
         """The whole path was used now, on every level that holds it."""
@@ -394,7 +389,7 @@ class Planner:
             if not spec.persistent or not path:
                 continue
             slots = residency.index.gather(path)[level]
-            uses = np.concatenate([node.uses[:take] for node, take in path])
+            uses = path.uses()
             there = slots >= 0
             if there.any():
                 now = np.full(int(there.sum()), state.now)

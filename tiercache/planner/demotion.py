@@ -212,7 +212,7 @@ class Demotion:
                 credits_last = planned.reason != "credits"
                 if planned.reason in ("", "full") or (planned.reason == "room" and not self.writes.may_make_room(last)):
                     continue
-            row = node.slots[level, begin:end]
+            row = node.slots[begin:end, level]
             waiting.append(row[row >= 0].astype(np.int32))
         return credits_last, np.concatenate(waiting) if waiting else slots[:0]
 
@@ -225,7 +225,7 @@ class Demotion:
         for node in state.residency.index.walk_nodes():
             lacking = self._lacking_in(node, last)
             for level in reversed(range(last)):
-                mine = node.slots[level, : len(lacking)]
+                mine = node.slots[: len(lacking), level]
                 take = lacking & (mine >= 0)
                 if take.any():
                     recent = float(node.last_use[: len(lacking)][take].max())
@@ -241,7 +241,7 @@ class Demotion:
         last, count = len(self.state.specs) - 1, 0
         for node in self.state.residency.index.walk_nodes():
             lacking = self._lacking_in(node, last)
-            lacking &= (node.slots[:last, : len(lacking)] >= 0).any(axis=0)
+            lacking &= (node.slots[: len(lacking), :last] >= 0).any(axis=1)
             count += int((lacking & (node.last_use[: len(lacking)] <= used_before)).sum())
         return count
 
@@ -250,7 +250,7 @@ class Demotion:
         end = node.n - int(node.partial)
         if not self.state.specs[last].persistent:
             return np.zeros(end, dtype=np.bool_)
-        row = node.slots[last, :end]
+        row = node.slots[:end, last]
         return np.asarray((row < 0) | (self.state.residency.tables[last].state[row] != SlotState.RESIDENT))
 
     def _write_backlog(self) -> None:

@@ -66,7 +66,7 @@ def explain_path(state: PlannerState, path: Path) -> tuple[Stretch, ...]:
     found: list[Stretch] = []
     residency = state.residency
     for i, (node, take) in enumerate(path):
-        states = residency.states(node.slots[:, :take])
+        states = residency.states(node.slots[:take].T)
         cuts = np.flatnonzero((np.diff(states.astype(np.int16), axis=1) != 0).any(axis=0)) + 1
         bounds = [0, *cuts.tolist(), take]
         for a, b in itertools.pairwise(bounds):

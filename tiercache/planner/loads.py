@@ -123,7 +123,7 @@ class Loads:
         if n == 0:
             return load
         state.hold(0, slots)
-        idents = self._idents(path, n)
+        idents = path.idents()[:n]
         self._join(load, slots[residency.tables[0].state[slots] == SlotState.WRITING])
         for begin, end in _stretches(need, best):
             at = need[begin:end]
@@ -147,7 +147,7 @@ class Loads:
         load = Load(next(self._ids), n, endpoint, np.empty(0, dtype=np.int32), state.epoch)
         if n == 0:
             return load
-        idents = self._idents(path, n)
+        idents = path.idents()[:n]
         rows = np.arange(n, dtype=np.int32)
         also_rows = np.full(n, -1, dtype=np.int32)
         last = residency.levels - 1
@@ -168,16 +168,12 @@ class Loads:
 
     def _place(self, path: Path, positions: NDArray[np.int64], slots: Slots, level: int = 0) -> None:
         """Give the blocks at these path positions (ascending) their slots."""
-        starts = np.cumsum([0] + [take for _, take in path])
+        starts = path.starts()
         node_of = np.searchsorted(starts, positions, side="right") - 1
         for begin, end in _stretches(positions, node_of):
-            node = path[int(node_of[begin])][0]
+            node = path.nodes[int(node_of[begin])]
             at = int(positions[begin] - starts[node_of[begin]])
             self.state.residency.place(node, at, level, slots[begin:end])
-
-    @staticmethod
-    def _idents(path: Path, n: int) -> Idents:
-        return np.concatenate([node.idents[:take] for node, take in path])[:n]
 
     def _add_segment(
         self,

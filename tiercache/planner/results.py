@@ -120,8 +120,8 @@ class Results:
         """Exclusive promotion: drop the slow copies of a stretch from its deep end, while they are leaves there."""
         table, above = self.state.residency.tables[level], self.state.residency.tables[upper]
         while end > begin and node.held[level] and not node.kids[level]:
-            at, slot, fast = end - 1, int(node.slots[level, end - 1]), int(node.slots[upper, end - 1])
-            is_leaf = slot >= 0 and not (node.slots[level, end : node.n] >= 0).any()
+            at, slot, fast = end - 1, int(node.slots[end - 1, level]), int(node.slots[end - 1, upper])
+            is_leaf = slot >= 0 and not (node.slots[end:, level] >= 0).any()
             if not is_leaf or table.pins[slot] or fast < 0 or above.state[fast] != SlotState.RESIDENT:
                 return
             self.room.drop(level, node, at, end)

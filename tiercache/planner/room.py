@@ -51,7 +51,7 @@ class Room:
         floor = protect.get(node.id, 0)
         begin = max(floor, self.victims.coldest_run(level, node, last, want, True))
         if spare_above:
-            above = np.flatnonzero((node.slots[:level, begin : last + 1] >= 0).any(axis=0))
+            above = np.flatnonzero((node.slots[begin : last + 1, :level] >= 0).any(axis=1))
             begin += int(above[-1]) + 1 if len(above) else 0
         if begin > last:
             return 0
@@ -64,7 +64,7 @@ class Room:
     def _alike(self, level: int, node: Node, begin: int, end: int) -> tuple[int, bool]:
         """Start of the stretch before `end` in which all blocks, or none, have a slot in another level; and which."""
         others = [each for each in range(self.state.residency.levels) if each != level]
-        elsewhere: Bools = np.asarray((node.slots[others, begin:end] >= 0).any(axis=0))
+        elsewhere: Bools = np.asarray((node.slots[begin:end, others] >= 0).any(axis=1))
         unlike = np.flatnonzero(elsewhere != elsewhere[-1])
         return begin + (int(unlike[-1]) + 1 if len(unlike) else 0), bool(elsewhere[-1])
 
@@ -78,7 +78,7 @@ class Room:
         for each in residency.subtree(node):
             begin = last + 1 if each is node else 0
             for other, table in enumerate(residency.tables):
-                row = each.slots[other, begin : each.n]
+                row = each.slots[begin:, other]
                 row = row[row >= 0]
                 if table.pins[row].any() or (table.state[row] == SlotState.WRITING).any():
                     return False
@@ -151,8 +151,8 @@ class Room:
         residency = self.state.residency
         others = [each for each in range(residency.levels) if each != level]
         for node, begin, end in residency.runs_of(level, slots):
-            row = node.slots[level, begin:end].astype(np.int32)
-            spare = np.asarray((node.slots[others, begin:end] >= 0).any(axis=0))
+            row = node.slots[begin:end, level].astype(np.int32)
+            spare = np.asarray((node.slots[begin:end, others] >= 0).any(axis=1))
             if self.state.specs[level].persistent:
                 spare[:] = False
             residency.tables[level].state[row[~spare]] = SlotState.BAD
@@ -164,7 +164,7 @@ class Room:
         for node in nodes:
             if node.parent is None:
                 continue
-            gone = (node.slots[:, : node.n] < 0).all(axis=0)
+            gone = (node.slots < 0).all(axis=1)
             if gone.any():
                 self.take_away(node, int(gone.argmax()))
 

@@ -98,12 +98,12 @@ class Stores:
         self, walk: Walk, symbols: bytes, holes: NDArray[np.int64], slots: Slots, partial: bool
     ) -> tuple[NDArray[np.int64], Idents]:
         """Give holes and new blocks their slots; returns their prompt positions and idents."""
-        residency, path = self.state.residency, list(walk.path)
+        residency, path = self.state.residency, walk.path.copy()
         idents: list[Idents] = []
-        starts = np.cumsum([0] + [take for _, take in path])
+        starts = path.starts()
         for i, hole in enumerate(holes.tolist()):
             which = int(np.searchsorted(starts, hole, side="right")) - 1
-            node, at = path[which][0], int(hole - starts[which])
+            node, at = path.nodes[which], int(hole - starts[which])
             self.demotion.room.let_go(0, residency.unplace(node, at, at + 1, 0), False)  # a bad copy, if any
             residency.place(node, at, 0, slots[i : i + 1])
             idents.append(node.idents[at : at + 1])
@@ -122,5 +122,5 @@ class Stores:
     def _last_ident(self, path: Path) -> int:
         if not path:
             return self.state.root_ident
-        node, take = path[-1]
+        node, take = path.end
         return int(node.idents[take - 1])

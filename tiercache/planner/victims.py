@@ -74,7 +74,7 @@ class Victims:
         all unpinned, of the same last use and of the same kind."""
         residency = self.state.residency
         begin = max(0, last + 1 - want)
-        row = node.slots[level, begin : last + 1]
+        row = node.slots[begin : last + 1, level]
         table = residency.tables[level]
         state = table.state[row]
         fits = (row >= 0) & (table.pins[row] == 0)
@@ -109,7 +109,7 @@ class Victims:
             return None
         residency = self.state.residency
         last = last_position(node, level)
-        slot = int(node.slots[level, last])
+        slot = int(node.slots[last, level])
         table = residency.tables[level]
         if table.pins[slot] > 0 or table.state[slot] not in (SlotState.RESIDENT, SlotState.BAD):
             return None
@@ -124,6 +124,6 @@ class Victims:
 
 def last_position(node: Node, level: int) -> int:
     """Position of the last block of a run that has a slot in `level`; there must be one."""
-    if node.slots[level, node.n - 1] >= 0:
+    if node.slots[node.n - 1, level] >= 0:
         return node.n - 1
-    return int(np.flatnonzero(node.slots[level, : node.n] >= 0)[-1])
+    return int(np.flatnonzero(node.slots[:, level] >= 0)[-1])

@@ -109,7 +109,7 @@ class Writes:
         above = node.parent
         table = self.state.residency.tables[target]
         while above is not None and above.parent is not None:
-            slots = above.slots[target, : above.n]
+            slots = above.slots[:, target]
             if (slots >= 0).all() and (table.state[slots] != SlotState.BAD).all():
                 break
             spans.append((above, 0, above.n))
@@ -125,16 +125,16 @@ class Writes:
     def _cut(self, node: Node, begin: int, end: int, level: int, target: int) -> tuple[list[_Stretch], str]:
         """Stretches of one run that lack a copy in `target`, split where their source or kind changes."""
         residency = self.state.residency
-        row = node.slots[target, begin:end]
+        row = node.slots[begin:end, target]
         there = residency.tables[target].state[row]
         bad = (row >= 0) & (there == SlotState.BAD)
         lacking = (row < 0) | bad
         source = np.full(end - begin, -1, dtype=np.int8)
         for upper in range(target):
-            slots = node.slots[upper, begin:end]
+            slots = node.slots[begin:end, upper]
             source[(slots >= 0) & (residency.tables[upper].state[slots] == SlotState.RESIDENT)] = upper
         if level >= 0:
-            slots = node.slots[level, begin:end]
+            slots = node.slots[begin:end, level]
             source[(slots >= 0) & (residency.tables[level].state[slots] == SlotState.RESIDENT)] = level
         busy = bad & (residency.tables[target].pins[row] > 0)
         stuck = np.flatnonzero(lacking & ((source < 0) | busy))
@@ -154,7 +154,7 @@ class Writes:
     def _why_stuck(self, node: Node, at: int, target: int) -> str:
         """Will a block that cannot be written now be readable, or its slot free, once a job or a hold ends?"""
         for level in range(target + 1):
-            slot, table = int(node.slots[level, at]), self.state.residency.tables[level]
+            slot, table = int(node.slots[at, level]), self.state.residency.tables[level]
             if slot >= 0 and (table.state[slot] == SlotState.WRITING or (level == target and table.pins[slot])):
                 return "busy"
         return "full"
@@ -171,7 +171,7 @@ class Writes:
                 break
             node, begin, end = piece.node, piece.begin, piece.begin + n
             if piece.rewrite:
-                slots = node.slots[target, begin:end].astype(np.int32)
+                slots = node.slots[begin:end, target].astype(np.int32)
                 table.state[slots] = SlotState.WRITING
                 state.counters[target].healed += n
             else:
@@ -180,7 +180,7 @@ class Writes:
                 fresh -= n
             state.submit(
                 "write",
-                (piece.source, node.slots[piece.source, begin:end].astype(np.int32)),
+                (piece.source, node.slots[begin:end, piece.source].astype(np.int32)),
                 (target, slots),
                 node.idents[begin:end].copy(),
                 claims=self._claims(node, begin, end, target) if state.specs[target].persistent else None,
@@ -194,13 +194,13 @@ class Writes:
     def _claims(self, node: Node, begin: int, end: int, target: int) -> Claims:
         parents: Slots = np.empty(end - begin, dtype=np.int32)
         idents: Idents = np.empty(end - begin, dtype=np.uint64)
-        parents[1:] = node.slots[target, begin : end - 1]
+        parents[1:] = node.slots[begin : end - 1, target]
         idents[1:] = node.idents[begin : end - 1]
         if begin:
-            parents[0], idents[0] = node.slots[target, begin - 1], node.idents[begin - 1]
+            parents[0], idents[0] = node.slots[begin - 1, target], node.idents[begin - 1]
         elif node.parent is not None and node.parent.parent is not None:
             above = node.parent
-            parents[0], idents[0] = above.slots[target, above.n - 1], above.idents[above.n - 1]
+            parents[0], idents[0] = above.slots[above.n - 1, target], above.idents[above.n - 1]
         else:
             parents[0], idents[0] = ROOT, self.state.root_ident
         width = self.state.residency.width
