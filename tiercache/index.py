@@ -207,9 +207,9 @@ class PrefixIndex:
         """Longest common prefix, in words, of `rest` with the first symbol of any child."""
         if node.order is None:
             return max((_shared_words(rest, first) for first in node.children), default=0)
-        at = node.order.bisect_left(rest)
-        near = node.order[max(0, at - 1) : at + 1]
-        return max((_shared_words(rest, first) for first in near), default=0)
+        order, at = node.order, node.order.bisect_left(rest)
+        before = _shared_words(rest, order[at - 1]) if at > 0 else 0
+        return max(before, _shared_words(rest, order[at])) if at < len(order) else before
 
     def gather(self, path: Path) -> NDArray[np.int32]:
         """Slots `int32[levels, blocks]` along a path (a copy)."""
@@ -371,6 +371,8 @@ def _common_words(symbols: bytes, offset: int, run: bytes, nbytes: int) -> int:
 
 def _shared_words(a: bytes, b: bytes) -> int:
     """Leading int32 words that two short byte strings share."""
+    if a[:4] != b[:4]:  # as most do, that meet as neighbours in a sorted list
+        return 0
     size = min(len(a), len(b)) // 4 * 4
     if a[:size] == b[:size]:
         return size // 4
