@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercache import DRAM, KVLayout, TieredKVCache
+from tiercache.keys import INT32_MIN
 
 
 def test_the_example_of_the_design(tmp_path):
@@ -81,6 +82,19 @@ def test_tokens_that_are_none_are_refused():
                 cache.store(wrong, blocks_of(prompt(1)))
         with pytest.raises(ValueError, match="one axis"):
             cache.lookup(np.zeros((2, 4), dtype=np.int32))
+
+
+def test_an_array_with_an_id_that_is_none_finds_nothing_and_is_never_stored():
+    tokens, wrong = prompt(1, 2), np.full(4, INT32_MIN, dtype=np.int32)
+    with open_cache(None) as cache:
+        store(cache, tokens)
+        bad = np.concatenate([tokens, wrong]).astype(np.int32)
+        with pytest.raises(ValueError, match=rf"tokens\[8\] = {INT32_MIN}: ids must be above"):
+            cache.lookup(bad)
+        with pytest.raises(ValueError, match="ids must be above"):
+            cache.store(bad, blocks_of(prompt(1, 2, 3)))
+        assert cache.lookup(np.concatenate([prompt(9), wrong]).astype(np.int32)).blocks == 0  # not looked at so far
+        assert cache.lookup(tokens).blocks == 2 and cache.check() == []
 
 
 def test_a_match_says_where_the_blocks_are(tmp_path):
