@@ -300,3 +300,30 @@ def test_looking_changes_nothing():
         model.check_walk(prompt)
     assert (repr(model.index.nodes), model.blocks) == before
     model.check()
+
+
+def test_a_path_shortens_to_any_number_of_blocks():
+    model = Model(36)
+    for prompt in ([1, 2, 3, 4, 5, 6], [1, 2, 9], [1, 2, 3, 4, 8]):
+        model.add(prompt)
+    path = model.index.walk(model.encode([1, 2, 3, 4, 5, 6]), 6).path
+    assert (len(path), path.blocks, path.takes(), path.starts().tolist()) == (3, 6, [2, 2, 2], [0, 2, 4, 6])
+    for blocks in range(8):
+        short = path.shorten(blocks)
+        assert short.blocks == min(blocks, 6) and short.nodes == path.nodes[: len(short)]
+        assert short.idents().tolist() == path.idents().tolist()[:blocks]
+        assert short.uses().tolist() == path.uses().tolist()[:blocks]
+        assert model.index.gather(short).tolist() == model.index.gather(path)[:, :blocks].tolist()
+        assert all(take > 0 for _, take in short)
+
+
+def test_what_was_gathered_may_be_changed_without_changing_the_tree():
+    model = Model(36)
+    model.add([1, 2, 3])
+    path = model.index.walk(model.encode([1, 2]), 2).path
+    before = model.index.gather(path).tolist()
+    gathered = model.index.gather(path)
+    gathered[:] = 77
+    path.idents()[:] = 0
+    assert model.index.gather(path).tolist() == before
+    model.check()

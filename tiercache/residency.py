@@ -13,12 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.index import ABSENT, Node, Path, PrefixIndex
-from tiercache.slots import NO_OWNER, SlotState, SlotTable
+from tiercache.slots import FREE, NO_OWNER, RESIDENT, SlotTable
 from tiercache.types import Bools, Idents, LevelSpec, Slots
 
 __all__ = ["Residency"]
-
-_RESIDENT = np.uint8(SlotState.RESIDENT)
 
 
 class Residency:
@@ -125,8 +123,8 @@ class Residency:
         owners = self.tables[level].owner[slots]
         if len(owners) == 0:
             return
-        distinct = [int(owners[0])] if (owners == owners[0]).all() else np.unique(owners).tolist()
-        for owner in distinct:
+        others = owners[1:][owners[1:] != owners[:-1]]  # slots come run by run: the first of each is enough
+        for owner in (int(owners[0]), *others.tolist()):
             if owner != NO_OWNER:
                 self.stale[self.index.nodes[owner]] = None
 
@@ -147,19 +145,19 @@ class Residency:
         states = np.zeros(gathered.shape, dtype=np.uint8)
         for level, table in enumerate(self.tables):
             row = gathered[level]
-            states[level] = np.where(row >= 0, table.state[row], SlotState.FREE)
+            states[level] = np.where(row >= 0, table.state[row], FREE)
         return states
 
     def all_readable(self, level: int, row: NDArray[np.int32]) -> bool:
         """Has every block of a gathered path (at least one) a readable copy in this level?"""
-        return int(row.min()) >= 0 and bool((self.tables[level].state.take(row) == _RESIDENT).all())
+        return int(row.min()) >= 0 and bool((self.tables[level].state.take(row) == RESIDENT).all())
 
     def best_level(self, states: NDArray[np.uint8], online: Sequence[bool]) -> NDArray[np.int8]:
         """Fastest online level with a readable copy per block, -1: none."""
         best = np.full(states.shape[1], -1, dtype=np.int8)
         for level in range(self.levels - 1, -1, -1):
             if online[level]:
-                best[states[level] == SlotState.RESIDENT] = level
+                best[states[level] == RESIDENT] = level
         return best
 
     def copy_below(self, node: Node, begin: int, end: int, level: int) -> Bools:
@@ -167,7 +165,7 @@ class Residency:
         below = np.zeros(end - begin, dtype=np.bool_)
         for lower in range(level + 1, self.levels):
             row = node.slots[begin:end, lower]
-            below |= (row >= 0) & (self.tables[lower].state[row] == SlotState.RESIDENT)
+            below |= (row >= 0) & (self.tables[lower].state[row] == RESIDENT)
         return below
 
     def subtree(self, node: Node) -> list[Node]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tiercache.types import Slots
 
-__all__ = ["NO_OWNER", "SlotState", "SlotTable"]
+__all__ = ["BAD", "DETACHED", "FREE", "LOST", "NO_OWNER", "RESIDENT", "WRITING", "SlotState", "SlotTable"]
 
 NO_OWNER = -1
 
@@ -30,8 +30,17 @@ class SlotState(IntEnum):
     rewritten in place when the block is supplied again."""
     DETACHED = 4
     """Belongs to no block any more, but a job or a Loaded still uses it; free when the last pin goes."""
-    LOST = 5
+    LOST = 5  # from DETACHED on: no block owns it, and it is free when its last pin goes
     """Its job is overdue: nobody knows when the thread will touch it. Free when the job's result comes."""
+
+
+FREE = np.uint8(SlotState.FREE)
+WRITING = np.uint8(SlotState.WRITING)
+RESIDENT = np.uint8(SlotState.RESIDENT)
+BAD = np.uint8(SlotState.BAD)
+DETACHED = np.uint8(SlotState.DETACHED)
+LOST = np.uint8(SlotState.LOST)
+"""The states as the tables hold them: a member of an IntEnum costs a microsecond each time it is named."""
 
 
 class SlotTable:
@@ -58,14 +67,14 @@ class SlotTable:
         slots = np.sort(self._stack[begin : self.free])
         self.free = begin
         self.taken += n
-        self.state[slots] = SlotState.WRITING
+        self.state[slots] = WRITING
         return slots
 
     def take_these(self, slots: Slots) -> None:
         """Take exactly these free slots (recovery); they become RESIDENT. O(capacity)."""
-        assert (self.state[slots] == SlotState.FREE).all()
-        self.state[slots] = SlotState.RESIDENT
-        rest = np.flatnonzero(self.state == SlotState.FREE).astype(np.int32)[::-1]
+        assert (self.state[slots] == FREE).all()
+        self.state[slots] = RESIDENT
+        rest = np.flatnonzero(self.state == FREE).astype(np.int32)[::-1]
         self.free = len(rest)
         self._stack[: self.free] = rest
 
@@ -75,7 +84,7 @@ class SlotTable:
         if n == 0:
             return
         assert not self.pins[slots].any()
-        self.state[slots] = SlotState.FREE
+        self.state[slots] = FREE
         self.owner[slots] = NO_OWNER
         self._stack[self.free : self.free + n] = np.sort(slots)[::-1]
         self.free += n
@@ -85,15 +94,15 @@ class SlotTable:
         self.owner[slots] = NO_OWNER
         busy = self.pins[slots] > 0
         held = slots[busy]
-        self.state[held] = np.where(self.state[held] == SlotState.LOST, SlotState.LOST, SlotState.DETACHED)
+        self.state[held] = np.where(self.state[held] == LOST, LOST, DETACHED)
         self.give(slots[~busy])
 
     def lose(self, slots: Slots) -> None:
         """Slots whose job is overdue. They must be pinned by that job and owned by no node."""
         assert (self.pins[slots] > 0).all()
         self.owner[slots] = NO_OWNER
-        self.lost += int((self.state[slots] != SlotState.LOST).sum())
-        self.state[slots] = SlotState.LOST
+        self.lost += int((self.state[slots] != LOST).sum())
+        self.state[slots] = LOST
 
     def pin(self, slots: Slots) -> None:
         """One more user of each of these (distinct) slots."""
@@ -103,13 +112,15 @@ class SlotTable:
         """One user fewer; DETACHED and LOST slots without users become FREE."""
         if len(slots) == 0:
             return
-        self.pins[slots] -= 1
-        assert (self.pins[slots] >= 0).all(), "unpinned more often than pinned"
-        state = self.state[slots]
-        over = (self.pins[slots] == 0) & ((state == SlotState.DETACHED) | (state == SlotState.LOST))
-        if over.any():
-            gone = slots[over]
-            self.lost -= int((self.state[gone] == SlotState.LOST).sum())
+        left = self.pins[slots] - 1
+        assert left.min() >= 0, "unpinned more often than pinned"
+        self.pins[slots] = left
+        states = self.state[slots]
+        if int(states.max()) < DETACHED:
+            return
+        gone = slots[(left == 0) & (states >= DETACHED)]
+        if len(gone):
+            self.lost -= int((self.state[gone] == LOST).sum())
             self.give(gone)
 
     def clear(self) -> Slots:

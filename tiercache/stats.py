@@ -8,7 +8,7 @@ from typing import Any
 from tiercache.assembly import Stack
 from tiercache.config import Settings
 from tiercache.directory import StoreDirectory
-from tiercache.slots import SlotState
+from tiercache.slots import FREE, LOST
 
 __all__ = ["CacheStats", "TierStats", "collect"]
 
@@ -112,7 +112,7 @@ def collect(settings: Settings, switch: str, stack: Stack | None, directory: Sto
 def _tier_stats(stack: Stack, level: int, moved: Any) -> TierStats:
     state = stack.planner.state
     table, counters, breaker = state.residency.tables[level], state.counters[level], state.breakers[level]
-    held = int(((table.state != SlotState.FREE) & (table.state != SlotState.LOST)).sum())
+    held = int(((table.state != FREE) & (table.state != LOST)).sum())
     return TierStats(
         name=stack.specs[level].name,
         capacity=table.capacity,

@@ -1,9 +1,12 @@
 """Room, eviction and bounds: small cases worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 from planner_kit import Bench, dram, hbm, nvme
 
 from tiercache.planner.state import Limits
+from tiercache.types import LevelSpec
 
 
 def on_nvme(bench, prompt, piece=4):
@@ -230,6 +233,33 @@ def test_a_store_beyond_its_credits_is_cut_and_says_so():
     more = bench.store(prompt)
     assert (more.accepted, more.present, more.reason) == (12, 12, "queue_full")
     assert bench.planner.totals().stores_cut == {"queue_full": 3}
+    bench.finish()
+
+
+def test_a_job_of_a_load_never_needs_more_credits_than_either_end_has():
+    limits = Limits(job_blocks=2)
+    assert limits.load_job_blocks([dram(400)]) == 16 and limits.load_job_blocks([dram(40)]) == 5
+    assert limits.load_job_blocks([dram(400), hbm(16)]) == 2
+    disk = LevelSpec("nvme", 4_000, 8 << 20, persistent=True)
+    assert limits.load_job_blocks([disk]) == 8, "64 MiB"
+    assert limits.load_job_blocks([replace(disk, block_nbytes=1 << 30)]) == 2
+    for capacity in range(1, 70):
+        for spec in (hbm(capacity), dram(capacity), replace(disk, capacity=capacity, block_nbytes=1)):
+            jobs = limits.load_job_blocks([dram(1_000), spec])
+            assert min(jobs, capacity) <= limits.in_flight_blocks(capacity), "else it would wait for ever"
+
+
+def test_a_load_from_a_large_level_into_a_small_one_is_cut_into_jobs_that_fit():
+    bench = Bench(hbm(8), dram(64), limits=Limits(job_blocks=2))
+    for prompt in ("abcdefgh", "ABCDEFGH"):
+        for begin in range(0, 8, 2):
+            bench.stored(prompt[: begin + 2], begin)
+            bench.drain()
+            bench.deliver_all()
+    assert bench.lookup("abcdefgh").by_level == (0, 8)
+    load = bench.load("abcd")
+    bench.deliver_all()
+    assert load.done and load.blocks == 4
     bench.finish()
 
 

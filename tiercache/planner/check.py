@@ -9,7 +9,7 @@ import numpy as np
 from tiercache.index import Node
 from tiercache.planner.loads import Loads
 from tiercache.planner.state import PlannerState
-from tiercache.slots import NO_OWNER, SlotState
+from tiercache.slots import BAD, DETACHED, FREE, LOST, NO_OWNER, RESIDENT, WRITING, SlotState
 from tiercache.types import CALLER, Slots
 
 __all__ = ["check_state"]
@@ -31,17 +31,17 @@ def _check_slots(state: PlannerState) -> Iterator[str]:
     for level, table in enumerate(state.residency.tables):
         name = state.specs[level].name
         counts = np.bincount(table.state, minlength=len(SlotState))
-        if counts[SlotState.FREE] != table.free or counts[SlotState.LOST] != table.lost:
-            yield f"{name}: {counts[SlotState.FREE]} free slots, {table.free} counted; lost likewise"
+        if counts[FREE] != table.free or counts[LOST] != table.lost:
+            yield f"{name}: {counts[FREE]} free slots, {table.free} counted; lost likewise"
         if len(set(table._stack[: table.free].tolist())) != table.free:
             yield f"{name}: a slot is on the free stack twice"
-        if (table.state[table._stack[: table.free]] != SlotState.FREE).any():
+        if (table.state[table._stack[: table.free]] != FREE).any():
             yield f"{name}: a slot on the free stack is not free"
         owned = table.owner != NO_OWNER
-        may_own = np.isin(table.state, (SlotState.WRITING, SlotState.RESIDENT, SlotState.BAD))
+        may_own = np.isin(table.state, (WRITING, RESIDENT, BAD))
         if (owned != may_own).any():
             yield f"{name}: {int((owned != may_own).sum())} slots are owned in a state without owner, or the reverse"
-        idle = np.isin(table.state, (SlotState.DETACHED, SlotState.LOST, SlotState.WRITING)) & (table.pins == 0)
+        idle = np.isin(table.state, (DETACHED, LOST, WRITING)) & (table.pins == 0)
         if idle.any():
             yield f"{name}: {int(idle.sum())} slots wait for a job that does not exist"
         for slot in np.flatnonzero(owned).tolist():

@@ -27,7 +27,7 @@ from tiercache.planner.victims import Victims
 from tiercache.planner.writes import Writes
 from tiercache.policy import Policy
 from tiercache.residency import Residency
-from tiercache.slots import SlotState
+from tiercache.slots import RESIDENT, WRITING
 from tiercache.types import LevelSpec, MoverMessage, NewEpoch, NoteUse, PlannerMessage, Recovered, Slots
 
 __all__ = ["Found", "Outcome", "Planner"]
@@ -135,7 +135,7 @@ class Planner:
         best = residency.best_level(states, online)
         missing = best < 0
         blocks = int(missing.argmax()) if missing.any() else n
-        after = (states[:, blocks:] == SlotState.WRITING).any(axis=0)
+        after = (states[:, blocks:] == WRITING).any(axis=0)
         pending = int(np.argmin(after)) if not after.all() else len(after)
         return blocks, pending, tuple(np.bincount(best[:blocks], minlength=residency.levels).tolist())
 
@@ -321,7 +321,7 @@ class Planner:
             if node.parent is None:
                 continue
             states = self.state.residency.states(node.slots.T)
-            alive = (states == SlotState.RESIDENT) | (states == SlotState.WRITING)
+            alive = (states == RESIDENT) | (states == WRITING)
             holes = np.flatnonzero(~alive.any(axis=0))
             if len(holes):
                 dropped += self.room.take_away(node, int(holes[0]))

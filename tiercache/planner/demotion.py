@@ -11,7 +11,7 @@ from tiercache.planner.room import Room
 from tiercache.planner.state import PlannerState
 from tiercache.planner.victims import Victims
 from tiercache.planner.writes import Planned, Writes
-from tiercache.slots import SlotState
+from tiercache.slots import RESIDENT
 from tiercache.types import Bools, Expedite, Slots
 
 __all__ = ["Demotion"]
@@ -251,7 +251,7 @@ class Demotion:
         if not self.state.specs[last].persistent:
             return np.zeros(end, dtype=np.bool_)
         row = node.slots[:end, last]
-        return np.asarray((row < 0) | (self.state.residency.tables[last].state[row] != SlotState.RESIDENT))
+        return np.asarray((row < 0) | (self.state.residency.tables[last].state[row] != RESIDENT))
 
     def _write_backlog(self) -> None:
         """Write queued blocks while credits last; where the last level is offline they wait."""

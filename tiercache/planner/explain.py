@@ -9,7 +9,7 @@ import numpy as np
 
 from tiercache.index import Path
 from tiercache.planner.state import PlannerState
-from tiercache.slots import SlotState
+from tiercache.slots import BAD, RESIDENT, WRITING
 
 __all__ = ["Explanation", "Stretch", "explain_path"]
 
@@ -76,9 +76,9 @@ def explain_path(state: PlannerState, path: Path) -> tuple[Stretch, ...]:
                 Stretch(
                     node.depth + a,
                     node.depth + b,
-                    _named(state, column, SlotState.RESIDENT),
-                    _named(state, column, SlotState.WRITING),
-                    _named(state, column, SlotState.BAD),
+                    _named(state, column, RESIDENT),
+                    _named(state, column, WRITING),
+                    _named(state, column, BAD),
                     float(node.last_use[a]),
                     int(node.uses[a]),
                     max(0, len(node.children) - (i < len(path) - 1)) if last else 0,
@@ -88,5 +88,5 @@ def explain_path(state: PlannerState, path: Path) -> tuple[Stretch, ...]:
     return tuple(found)
 
 
-def _named(state: PlannerState, column: np.ndarray[tuple[int], np.dtype[np.uint8]], what: SlotState) -> tuple[str, ...]:
+def _named(state: PlannerState, column: np.ndarray[tuple[int], np.dtype[np.uint8]], what: np.uint8) -> tuple[str, ...]:
     return tuple(state.specs[level].name for level in np.flatnonzero(column == what).tolist())

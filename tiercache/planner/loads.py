@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tiercache.index import Path
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.state import Flight, PlannerState
-from tiercache.slots import SlotState
+from tiercache.slots import RESIDENT, WRITING
 from tiercache.types import CALLER, Bools, Idents, Slots
 
 __all__ = ["Load", "Loads"]
@@ -124,7 +124,7 @@ class Loads:
             return load
         state.hold(0, slots)
         idents = path.idents()[:n]
-        self._join(load, slots[residency.tables[0].state[slots] == SlotState.WRITING])
+        self._join(load, slots[residency.tables[0].state[slots] == WRITING])
         for begin, end in _stretches(need, best):
             at = need[begin:end]
             self._add_segment(load, int(best[at[0]]), gathered[int(best[at[0]]), at], fresh[begin:end], idents, at)
@@ -186,7 +186,8 @@ class Loads:
         also: tuple[int, Slots] | None = None,
     ) -> None:
         """Queue blocks at path positions `at` in jobs of at most `load_job_blocks`; pins their sources."""
-        step = self.state.limits.load_job_blocks(self.state.specs[source])
+        levels = [source] + [0] * (not load.endpoint) + ([also[0]] if also is not None else [])
+        step = self.state.limits.load_job_blocks([self.state.specs[level] for level in levels])
         self.state.residency.pin(source, src.astype(np.int32))
         if also is not None:
             self.state.residency.pin(also[0], also[1][also[1] >= 0])
@@ -316,9 +317,9 @@ class Loads:
         if not load.endpoint and load.blocks:
             table = self.state.residency.tables[0]
             state = table.state[load.slots]
-            if load.epoch == self.state.epoch and (state == SlotState.WRITING).any():
+            if load.epoch == self.state.epoch and (state == WRITING).any():
                 return False
-            good = state == SlotState.RESIDENT
+            good = state == RESIDENT
             self._cut(load, len(good) if good.all() else int(np.argmin(good)))
         load.done = True
         if load.released and not load.endpoint:

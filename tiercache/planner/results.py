@@ -10,7 +10,7 @@ from tiercache.index import Node
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.loads import Load, Loads
 from tiercache.planner.state import Flight, PlannerState
-from tiercache.slots import SlotState
+from tiercache.slots import BAD, RESIDENT, WRITING
 from tiercache.types import CALLER, Bools, JobOverdue, JobResult, LostClaims, PlannerMessage, Slots
 
 __all__ = ["Outcome", "Results"]
@@ -79,8 +79,8 @@ class Results:
     def _settle_slots(self, level: int, slots: Slots, ok: Bools) -> None:
         """Written slots become readable; the others lose their block."""
         table = self.state.residency.tables[level]
-        waiting = table.state[slots] == SlotState.WRITING
-        table.state[slots[waiting & ok]] = SlotState.RESIDENT
+        waiting = table.state[slots] == WRITING
+        table.state[slots[waiting & ok]] = RESIDENT
         self._fail(level, slots[waiting & ~ok])
 
     def _fail(self, level: int, slots: Slots) -> None:
@@ -107,7 +107,7 @@ class Results:
             wrong = ~result.ok if result.reason in ("io", "checksum") else np.zeros(job.n, dtype=np.bool_)
         if wrong.any():
             bad = job.src_slots[wrong]
-            bad = bad[table.state[bad] == SlotState.RESIDENT]
+            bad = bad[table.state[bad] == RESIDENT]
             state.counters[job.src_level].bad += len(bad)
             self.room.spoil(job.src_level, bad)
         upper = job.dst_level if job.dst_level != CALLER else job.also_level
@@ -122,7 +122,7 @@ class Results:
         while end > begin and node.held[level] and not node.kids[level]:
             at, slot, fast = end - 1, int(node.slots[end - 1, level]), int(node.slots[end - 1, upper])
             is_leaf = slot >= 0 and not (node.slots[end:, level] >= 0).any()
-            if not is_leaf or table.pins[slot] or fast < 0 or above.state[fast] != SlotState.RESIDENT:
+            if not is_leaf or table.pins[slot] or fast < 0 or above.state[fast] != RESIDENT:
                 return
             self.room.drop(level, node, at, end)
             end = at
@@ -141,7 +141,7 @@ class Results:
         state.breakers[level].failed(state.now)
         for each, slots, _ in self._destinations(flight):
             table = state.residency.tables[each]
-            self._fail(each, slots[table.state[slots] == SlotState.WRITING])
+            self._fail(each, slots[table.state[slots] == WRITING])
             table.lose(slots)
         ok = np.zeros(job.n, dtype=np.bool_)
         return Outcome(self.loads.came_back(flight, ok), job.id, ok)
@@ -152,7 +152,7 @@ class Results:
             if spec.persistent:
                 self.state.counters[level].lost_claims += len(slots)
                 states = self.state.residency.tables[level].state[slots]
-                self._leave(level, slots[(states == SlotState.RESIDENT) | (states == SlotState.BAD)])
+                self._leave(level, slots[(states == RESIDENT) | (states == BAD)])
 
     def _judge(self, flight: Flight, result: JobResult) -> None:
         """What a job that came back in time tells of its slower level; also of an old epoch, for it may be a probe."""

@@ -9,7 +9,7 @@ import numpy as np
 from tiercache.index import Node
 from tiercache.planner.state import PlannerState
 from tiercache.planner.victims import Victims
-from tiercache.slots import SlotState
+from tiercache.slots import BAD, WRITING
 from tiercache.types import Bools, Slots
 
 __all__ = ["Protect", "Room"]
@@ -80,7 +80,7 @@ class Room:
             for other, table in enumerate(residency.tables):
                 row = each.slots[begin:, other]
                 row = row[row >= 0]
-                if table.pins[row].any() or (table.state[row] == SlotState.WRITING).any():
+                if table.pins[row].any() or (table.state[row] == WRITING).any():
                     return False
         if last + 1 < node.n or node.children:
             self.take_away(node, last + 1, evicted=True)
@@ -155,7 +155,7 @@ class Room:
             spare = np.asarray((node.slots[begin:end, others] >= 0).any(axis=1))
             if self.state.specs[level].persistent:
                 spare[:] = False
-            residency.tables[level].state[row[~spare]] = SlotState.BAD
+            residency.tables[level].state[row[~spare]] = BAD
             residency.stale[node] = None
             self.lose_copies(level, row[spare])
 

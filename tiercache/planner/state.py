@@ -16,7 +16,7 @@ from tiercache.planner.breaker import Breaker
 from tiercache.planner.counters import LevelCounters, PlannerCounters
 from tiercache.policy import Policy
 from tiercache.residency import Residency
-from tiercache.slots import SlotState
+from tiercache.slots import RESIDENT
 from tiercache.types import (
     CALLER,
     Bools,
@@ -33,13 +33,17 @@ from tiercache.types import (
 __all__ = ["Credits", "Flight", "Limits", "PlannerState"]
 
 
+LOAD_JOB_NBYTES = 64 << 20
+"""What one job reads from a disk at most, unless that is less than 64 blocks: a fraction of its deadline's worth."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds that the planner counts, per level unless said otherwise."""
 
     jobs: int = 64
     job_blocks: int = 64
-    """A load from a disk or a demotion of more blocks is split into jobs of this many."""
+    """A demotion of more blocks is split into jobs of this many; for loads see `load_job_blocks`."""
     queued_loads: int = 256
     read_deadline_s: float | None = 5.0
     write_deadline_s: float | None = 30.0
@@ -51,12 +55,14 @@ class Limits:
         but at least one job's worth."""
         return max(capacity // 4, min(capacity, self.job_blocks))
 
-    def load_job_blocks(self, source: LevelSpec) -> int:
-        """Blocks of one job of a load. From memory up to eight times as many, while two such jobs fit into what may be
-        in flight: a job costs as much as copying a block or two."""
-        if source.persistent:
-            return self.job_blocks
-        return max(self.job_blocks, min(8 * self.job_blocks, self.in_flight_blocks(source.capacity) // 2))
+    def load_job_blocks(self, ends: Sequence[LevelSpec]) -> int:
+        """Blocks of one job of a load between these levels (the caller is none): up to eight times `job_blocks` within
+        memory, as many as 64 MiB from a disk, for a job costs as much as copying a block or two. Two such jobs fit into
+        what may be in flight at either end."""
+        room = min(self.in_flight_blocks(spec.capacity) // 2 for spec in ends)
+        if any(spec.persistent for spec in ends):
+            room = min(room, LOAD_JOB_NBYTES // ends[0].block_nbytes)
+        return max(self.job_blocks, min(8 * self.job_blocks, room))
 
     def held_blocks(self, capacity: int) -> int:
         """Blocks of one level that loads and pins may hold: half of its slots, at least one."""
@@ -359,4 +365,4 @@ class PlannerState:
 
     def readable(self, level: int, slots: Slots) -> Bools:
         """Per slot: RESIDENT?"""
-        return np.asarray(self.residency.tables[level].state[slots] == SlotState.RESIDENT)
+        return np.asarray(self.residency.tables[level].state[slots] == RESIDENT)

@@ -11,7 +11,7 @@ from tiercache.index import ABSENT, Path, Walk
 from tiercache.keys import chain_idents
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.state import PlannerState
-from tiercache.slots import SlotState
+from tiercache.slots import RESIDENT, WRITING
 from tiercache.types import CALLER, Idents, Slots
 
 __all__ = ["StorePlan", "Stores"]
@@ -50,7 +50,7 @@ class Stores:
             return StorePlan(0, 0, "offline", end=min(start, walk.blocks))
         gathered = residency.index.gather(walk.path)
         states = residency.states(gathered)
-        usable = ((states == SlotState.RESIDENT) | (states == SlotState.WRITING))[state.online_levels()].any(axis=0)
+        usable = ((states == RESIDENT) | (states == WRITING))[state.online_levels()].any(axis=0)
         holes = np.flatnonzero(~usable)
         intact = int(holes[0]) if len(holes) else walk.blocks
         if start > intact:
@@ -65,7 +65,7 @@ class Stores:
         with state.keep(gathered):
             got = self.demotion.make_room(0, allowed)
         if got < allowed:  # the prompt's own blocks may leave level 0 where they are below too
-            gathered[0, (states[1:] == SlotState.RESIDENT).any(axis=0)] = ABSENT
+            gathered[0, (states[1:] == RESIDENT).any(axis=0)] = ABSENT
             with state.keep(gathered):
                 got = self.demotion.room.free(0, allowed)
         reason = self._reason(wanted, allowed, got)

@@ -15,7 +15,7 @@ from sortedcontainers import SortedList
 
 from tiercache.index import Node
 from tiercache.planner.state import PlannerState
-from tiercache.slots import SlotState
+from tiercache.slots import BAD, RESIDENT
 
 __all__ = ["Victims"]
 
@@ -78,7 +78,7 @@ class Victims:
         table = residency.tables[level]
         state = table.state[row]
         fits = (row >= 0) & (table.pins[row] == 0)
-        fits &= (state == SlotState.RESIDENT) | (state == SlotState.BAD)
+        fits &= (state == RESIDENT) | (state == BAD)
         fits &= node.last_use[begin : last + 1] == node.last_use[last]
         if not self.state.is_last(level):
             below = residency.copy_below(node, begin, last + 1, level)
@@ -111,7 +111,7 @@ class Victims:
         last = last_position(node, level)
         slot = int(node.slots[last, level])
         table = residency.tables[level]
-        if table.pins[slot] > 0 or table.state[slot] not in (SlotState.RESIDENT, SlotState.BAD):
+        if table.pins[slot] > 0 or table.state[slot] not in (RESIDENT, BAD):
             return None
         droppable = (
             self.state.is_last(level)

@@ -11,7 +11,7 @@ import numpy as np
 from tiercache.index import Node
 from tiercache.planner.room import Room
 from tiercache.planner.state import PlannerState
-from tiercache.slots import SlotState
+from tiercache.slots import BAD, RESIDENT, WRITING
 from tiercache.types import ROOT, Claims, Idents, Slots
 
 __all__ = ["Planned", "Writes"]
@@ -110,7 +110,7 @@ class Writes:
         table = self.state.residency.tables[target]
         while above is not None and above.parent is not None:
             slots = above.slots[:, target]
-            if (slots >= 0).all() and (table.state[slots] != SlotState.BAD).all():
+            if (slots >= 0).all() and (table.state[slots] != BAD).all():
                 break
             spans.append((above, 0, above.n))
             above = above.parent
@@ -127,15 +127,15 @@ class Writes:
         residency = self.state.residency
         row = node.slots[begin:end, target]
         there = residency.tables[target].state[row]
-        bad = (row >= 0) & (there == SlotState.BAD)
+        bad = (row >= 0) & (there == BAD)
         lacking = (row < 0) | bad
         source = np.full(end - begin, -1, dtype=np.int8)
         for upper in range(target):
             slots = node.slots[begin:end, upper]
-            source[(slots >= 0) & (residency.tables[upper].state[slots] == SlotState.RESIDENT)] = upper
+            source[(slots >= 0) & (residency.tables[upper].state[slots] == RESIDENT)] = upper
         if level >= 0:
             slots = node.slots[begin:end, level]
-            source[(slots >= 0) & (residency.tables[level].state[slots] == SlotState.RESIDENT)] = level
+            source[(slots >= 0) & (residency.tables[level].state[slots] == RESIDENT)] = level
         busy = bad & (residency.tables[target].pins[row] > 0)
         stuck = np.flatnonzero(lacking & ((source < 0) | busy))
         stop = int(stuck[0]) if len(stuck) else end - begin
@@ -155,7 +155,7 @@ class Writes:
         """Will a block that cannot be written now be readable, or its slot free, once a job or a hold ends?"""
         for level in range(target + 1):
             slot, table = int(node.slots[at, level]), self.state.residency.tables[level]
-            if slot >= 0 and (table.state[slot] == SlotState.WRITING or (level == target and table.pins[slot])):
+            if slot >= 0 and (table.state[slot] == WRITING or (level == target and table.pins[slot])):
                 return "busy"
         return "full"
 
@@ -172,7 +172,7 @@ class Writes:
             node, begin, end = piece.node, piece.begin, piece.begin + n
             if piece.rewrite:
                 slots = node.slots[begin:end, target].astype(np.int32)
-                table.state[slots] = SlotState.WRITING
+                table.state[slots] = WRITING
                 state.counters[target].healed += n
             else:
                 slots = table.take(n)
