@@ -30,7 +30,7 @@ from tiercache.layout import CallerRows, KVLayout, Namespace
 from tiercache.lifetime import close_later, forget_forks, watch_forks
 from tiercache.link import Link
 from tiercache.loaded import Loaded, LoadFuture, release_result
-from tiercache.match import Match, Pin, Ticket, diverged_at
+from tiercache.match import Match, Pin, Ticket, diverged_at, match_of
 from tiercache.planner import Explanation
 from tiercache.stats import CacheStats, collect
 from tiercache.types import Slots
@@ -146,9 +146,7 @@ class TieredKVCache:
         # Nothing begins like this prompt: it need not be encoded to the end to be told so.
         symbols = prompt.symbols if planner.begins(prompt.first) else prompt.first
         found = planner.lookup(symbols, prompt.n, self._link.clock(), tail, again)
-        by_tier = {spec.name: count for spec, count in zip(stack.specs, found.by_level, strict=True)}
-        tokens, diverged = min(found.blocks * size, prompt.tokens), diverged_at(prompt, found.words)
-        return Match(tokens, found.blocks, by_tier, found.pending, diverged, found.load_s, symbols, size, planner.epoch)
+        return match_of(found, prompt, symbols, stack.specs, planner.epoch)
 
     async def alookup(self, tokens: Tokens, extra: Extra | None = None) -> Match:
         """`lookup` for callers in an event loop (it takes microseconds and never waits)."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiercache.errors import WorkerThreadError
 from tiercache.keys import Prompt
 from tiercache.mover.threads import is_worker_thread
-from tiercache.types import Slots
+from tiercache.planner import Found
+from tiercache.types import LevelSpec, Slots
 
-__all__ = ["Match", "Pin", "Ticket", "diverged_at"]
+__all__ = ["Match", "Pin", "Ticket", "diverged_at", "match_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +103,14 @@ class Pin:
         """For the cache: what is held, once."""
         held, self._held = self._held, []
         return held
+
+
+def match_of(found: Found, prompt: Prompt, symbols: bytes, specs: Sequence[LevelSpec], epoch: bytes) -> Match:
+    """What the planner found of a prompt, in the caller's terms."""
+    by_tier = {spec.name: count for spec, count in zip(specs, found.by_level, strict=True)}
+    tokens, diverged = min(found.blocks * prompt.block_tokens, prompt.tokens), diverged_at(prompt, found.words)
+    size = prompt.block_tokens
+    return Match(tokens, found.blocks, by_tier, found.pending, diverged, found.load_s, symbols, size, epoch)
 
 
 def diverged_at(prompt: Prompt, words: int) -> int | None:
