@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-slow campaign planted-faults bench bench-peers bench-report lint types wheel clean
+.PHONY: help demo test test-slow soak campaign planted-faults bench bench-peers bench-report lint types wheel clean
 
 help:
 	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-slow  the tests marked slow (minutes)"
 	@echo "make bench      all benchmarks, about 12 minutes; QUICK=1: a few minutes; SMOKE=1: do they run?"
 	@echo "make bench-peers  tiercache and its peers in one run, about 10 minutes, and the first time to build (ARGS=--help)"
+	@echo "make soak       10 minutes at 100 % full with faults: nothing may grow (SOAK_S=seconds)"
 	@echo "make campaign   10,000 power cuts (about five minutes on two quiet cores)"
 	@echo "make bench-report  docs/benchmarks.md and its pictures, from the newest results"
 	@echo "make planted-faults  take each protection out on purpose: the tests must notice (minutes)"
@@ -45,6 +46,9 @@ endif
 
 test-slow: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m slow
+
+soak: $(VENV)/test.stamp
+	$(BIN)/python tests/faults/soak.py --seconds $(or $(SOAK_S),600)
 
 campaign: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m campaign

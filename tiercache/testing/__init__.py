@@ -5,6 +5,15 @@ The suite is in `tiercache.testing.tier_suite`, the only module that needs pytes
 
 from tiercache.testing.faults import FaultPlan, FaultyFiles
 from tiercache.testing.stepped import SteppedMover
-from tiercache.testing.tiers import DelayingTier, FaultyTier, HangingTier, WrappedTier
+from tiercache.testing.tiers import DelayingTier, FaultyTier, FlakyTier, HangingTier, WrappedTier
 
-__all__ = ["DelayingTier", "FaultPlan", "FaultyFiles", "FaultyTier", "HangingTier", "SteppedMover", "WrappedTier"]
+__all__ = [
+    "DelayingTier",
+    "FaultPlan",
+    "FaultyFiles",
+    "FaultyTier",
+    "FlakyTier",
+    "HangingTier",
+    "SteppedMover",
+    "WrappedTier",
+]

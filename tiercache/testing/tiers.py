@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -12,7 +14,7 @@ import numpy as np
 from tiercache.tiers.base import Rows, SlotTier
 from tiercache.types import Bools, Slots
 
-__all__ = ["DelayingTier", "FaultyTier", "HangingTier", "Op", "WrappedTier"]
+__all__ = ["DelayingTier", "FaultyTier", "FlakyTier", "HangingTier", "Op", "WrappedTier"]
 
 Op: TypeAlias = Literal["read", "write", "sync"]
 
@@ -175,6 +177,77 @@ class DelayingTier(WrappedTier):
 
     def _sleep(self, op: Op, slots: Slots) -> None:
         time.sleep(self._seconds(op, slots) if callable(self._seconds) else self._seconds)
+
+
+class FlakyTier(WrappedTier):
+    """Fails now and then, by chance: for long runs.
+
+    `errors`: the chance that an operation fails, with one of its blocks (a sync: as a whole). `flips`: that one block
+    of a read has one bit inverted. `delays`: that an operation sleeps for `delay_s` first. 0 to 1 each; `seed` makes
+    the chances the same each time, the order of the threads does not. `injected` counts what was done.
+    """
+
+    def __init__(
+        self,
+        inner: SlotTier,
+        *,
+        errors: float = 0.0,
+        flips: float = 0.0,
+        delays: float = 0.0,
+        delay_s: float = 0.05,
+        seed: int = 0,
+        verifies: bool | None = None,
+        shows_memory: bool = False,
+    ) -> None:
+        super().__init__(inner, verifies=verifies, shows_memory=shows_memory)
+        self.errors = errors
+        self.flips = flips
+        self.delays = delays
+        self.delay_s = delay_s
+        self.injected: Counter[str] = Counter()
+        self._random = Random(seed)
+        self._lock = threading.Lock()
+
+    def read(self, slots: Slots, rows: Rows) -> Bools:
+        """See `SlotTier.read`."""
+        failed = self._chance("read", len(slots))
+        ok = self.inner.read(slots, rows)
+        if failed is not None:
+            ok[failed] = False
+        with self._lock:
+            if len(slots) and self._random.random() < self.flips:
+                row, byte = self._random.randrange(len(slots)), self._random.randrange(self.block_nbytes)
+                rows[row, byte] ^= 1 << self._random.randrange(8)
+                self.injected["flip"] += 1
+        return ok
+
+    def write(self, slots: Slots, rows: Rows) -> Bools:
+        """See `SlotTier.write`. What is said to have failed may have been written."""
+        failed = self._chance("write", len(slots))
+        ok = self.inner.write(slots, rows)
+        if failed is not None:
+            ok[failed] = False
+        return ok
+
+    def sync(self) -> bool:
+        """See `SlotTier.sync`."""
+        return self._chance("sync", 1) is None and self.inner.sync()
+
+    def heal(self) -> None:
+        """No more faults."""
+        with self._lock:
+            self.errors = self.flips = self.delays = 0.0
+
+    def _chance(self, op: Op, n: int) -> int | None:
+        """Sleep by chance; the block of this operation that fails, None: none does."""
+        with self._lock:
+            sleeps = self._random.random() < self.delays
+            failed = self._random.randrange(n) if n and self._random.random() < self.errors else None
+            self.injected["delay"] += sleeps
+            self.injected[f"{op} error"] += failed is not None
+        if sleeps:
+            time.sleep(self.delay_s)
+        return failed
 
 
 class HangingTier(WrappedTier):
