@@ -8,6 +8,7 @@ import pytest
 
 from bench.pairs import Figure, Pairs, Seconds, Spread
 from bench.payload import Payload
+from bench.report import markdown, newest
 from bench.rows import ROWS, Row, row
 from bench.scale import Scale
 from bench.session import Session, command_line
@@ -152,3 +153,30 @@ def test_rows_have_names_of_their_own_and_limits_as_asked():
     assert limits["nvme/read/262144/16"] == limits["nvme/write/2097152/16"] == 0.8
     assert row("reopen/1000000/clean").target == 6 and row("threads/store/8").target == 0.9
     assert row("eviction/evict/1000000").target == 2
+
+
+def test_page_is_never_that_of_a_part(tmp_path):
+    for name in ("20260101T000000Z-a.json", "20260102T000000Z-a-part.json", "20260103T000000Z-a-quick.json"):
+        (tmp_path / name).write_text("{}")
+    assert newest(tmp_path).name == "20260101T000000Z-a.json"
+
+
+def test_partial_and_small_runs_are_named_so(tmp_path):
+    names = [
+        Session(Scale("full"), tmp_path, "").write(tmp_path).stem,
+        Session(Scale("full"), tmp_path, "", partial=True).write(tmp_path).stem,
+        Session(Scale("quick"), tmp_path, "").write(tmp_path).stem,
+    ]
+    assert [name.rpartition("-")[2] for name in names][1:] == ["part", "quick"]
+    assert newest(tmp_path).stem == names[0]
+
+
+def test_page_tells_what_is_missing(tmp_path):
+    session = Session(Scale("full"), tmp_path, "make bench")
+    session.skipped["test_nvme"] = "fio is missing"
+    session.failed.append("test_dram")
+    facts = {"blocks": 1, "nodes": 1, "slot_tables_per_block": 60.0}
+    session.add(Figure(row("memory/trace"), Spread.of([249.0]), 1, facts=facts))
+    page = markdown(session.as_dict(), "x.json")
+    assert "- test_nvme: fio is missing" in page and "- test_dram: failed" in page
+    assert "| at most 250 | **249** bytes a block |" in page and "| reached |" in page
