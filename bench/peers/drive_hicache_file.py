@@ -131,7 +131,7 @@ class Driver:
         return bool(self.store.batch_set(self._keys(seed), list(torch.from_numpy(blocks))))
 
     def _read(self, seed: int) -> list[bool]:
-        """A page whose read fails aloud is a miss, as in HiCache's own controller."""
+        """A page whose read raises, as a short file's does, counts as a miss."""
         loaded = []
         for key, row in zip(self._keys(seed), torch.from_numpy(self.out), strict=True):
             try:

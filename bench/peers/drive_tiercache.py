@@ -22,6 +22,7 @@ from workload import (
 
 import tiercache
 from tiercache import DRAM, KVLayout, NVMe, TieredKVCache
+from tiercache.config import Durability
 
 WAIT_S = 60.0
 
@@ -169,7 +170,7 @@ class Driver:
 
     def _open_disk(self) -> None:
         n, block_nbytes = self.blocks.shape
-        durability = "power" if self.durable else "process"
+        durability: Durability = "power" if self.durable else "process"
         nvme = NVMe(self.directory, 12 * n * block_nbytes, write_after_s=0.0, durability=durability)
         self._open([DRAM(4 * n * block_nbytes), nvme], block_nbytes)
 

@@ -18,9 +18,10 @@ from typing import Any
 from child import Child
 from contestants import OWN, Contestant
 
-__all__ = ["FULL", "QUICK", "Plan", "Race"]
+__all__ = ["FULL", "QUICK", "RESTART_CASES", "Answer", "Plan", "Race", "spread", "summary"]
 
 Answer = dict[str, Any]
+RESTART_CASES = ("clean stop", "kill -9", "bit flipped", "torn")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,13 @@ class Race:
     log: Path
     records: list[Answer] = field(default_factory=list)
     hellos: dict[str, Answer] = field(default_factory=dict)
+
+    def steps(self, group: str) -> int:
+        """How often `say` will be called for that group."""
+        plan = self.plan
+        if group == "restart":
+            return len(RESTART_CASES) * sum(group in one.groups for one in self.contestants)
+        return {"lookup": len(plan.lookup_nodes), "memory": len(plan.memory), "disk": 2 * len(plan.disk)}[group]
 
     def lookups(self) -> None:
         """A whole hit on paths of several depths, and a miss."""
@@ -142,7 +150,8 @@ class Race:
         self, children: dict[str, Child], group: str, case: str, op: str, expected: Answer, **arguments: Any
     ) -> None:
         """One warm-up round, then `plan.rounds`. An answer unlike `expected` is a failure of that contestant."""
-        running, answers = dict(children), {name: [] for name in children}  # type: dict[str, Child], dict[str, list[Answer]]
+        running = dict(children)
+        answers: dict[str, list[Answer]] = {name: [] for name in children}
         for turn in range(self.plan.rounds + 1):
             names = list(running)
             for name in names[turn % len(names) :] + names[: turn % len(names)] if names else []:

@@ -148,8 +148,9 @@ def _who(results: Results, peers: dict[str, Any]) -> str:
         versions = ", ".join(f"{part} {version}" for part, version in told.get("versions", {}).items())
         venv = results["venvs"].get(told["venv"], {})
         size = f"{venv['nbytes'] / 1e9:.2f} GB" if venv.get("nbytes") else ""
-        rows.append([name, _line(peers[name]["what"]), versions or "not run", size])
-    return _table(["", "what it is", "versions", "environment"], rows)
+        absent = ", ".join(told.get("standins", []))
+        rows.append([name, _line(peers[name]["what"]), versions or "not run", size, absent])
+    return _table(["", "what it is", "versions", "environment", "stood in for, not installed"], rows)
 
 
 def _does(peers: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from child import Child
 from contestants import Contestant
-from measure import Answer, Race
+from measure import RESTART_CASES, Answer, Race
 
 __all__ = ["restarts"]
 
@@ -25,7 +25,7 @@ def restarts(race: Race) -> None:
     for contestant in race.contestants:
         if "restart" not in contestant.groups:
             continue
-        for case, run in (("clean stop", _clean), ("kill -9", _killed), ("bit flipped", _flipped), ("torn", _torn)):
+        for case, run in zip(RESTART_CASES, (_clean, _killed, _flipped, _torn), strict=True):
             race.say(f"restart: {contestant.name}, {case}")
             with tempfile.TemporaryDirectory(prefix="tiercache-peers-", dir=race.scratch) as directory:
                 record: Answer = {"group": "restart", "case": case, "contestant": contestant.name}

@@ -39,7 +39,13 @@ def main(arguments: list[str] | None = None) -> int:
         if not args.quiet:
             print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
 
-    taking_part = [one for one in who.ALL if not args.peers or one.name in args.peers or one.name == who.OWN]
+    def step(text: str) -> None:
+        done[0] += 1
+        say(f"{done[0]}/{sum(map(race.steps, groups))} {text}")
+
+    groups, done = args.only or list(GROUPS), [0]
+    named = {who.OWN, *(args.peers or [one.name for one in who.ALL])}
+    taking_part = [one for one in who.ALL if one.name in named and set(one.groups) & set(groups)]
     needed = dict.fromkeys(one.venv for one in taking_part if one.venv)
     venvs = {name: who.prepare(name, args.folder, say) for name in needed}
     for name, venv in venvs.items():
@@ -54,10 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
         contestants=[one for one in taking_part if not one.venv or venvs[one.venv].status == "ready"],
         folder=args.folder,
         scratch=args.scratch,
-        say=say,
+        say=step,
         log=log,
     )
-    for group in args.only or GROUPS:
+    for group in groups:
         GROUPS[group](race)
     results = {
         "schema": 1,

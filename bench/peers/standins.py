@@ -12,7 +12,6 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["sglang_without_gpu", "stand_in", "without_init"]
@@ -53,8 +52,11 @@ def _nothing(name: str) -> Any:
 
 
 class _Empty(types.ModuleType):
-    __path__: Sequence[str] = ()
     __version__ = "99.0"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
