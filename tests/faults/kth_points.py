@@ -32,7 +32,7 @@ ARRAY_MODULES = (
     "catalog_table",
 )
 ARRAY_MAKERS = ("zeros", "empty", "ones", "concatenate", "frombuffer", "isin", "flatnonzero", "arange")
-OS_CALLS = ("open", "fsync", "ftruncate", "pwrite", "write", "fchmod", "fstat", "pread")
+OS_CALLS = ("open", "fsync", "ftruncate", "pwrite", "write", "fchmod", "fstat", "pread", "read")
 PATH_CALLS = ("mkdir", "chmod", "rename", "replace", "unlink", "rmdir", "read_bytes", "read_text", "open")
 
 
