@@ -54,8 +54,18 @@ class Node:
         "uses",
     )
 
-    def __init__(self, node_id: int, parent: Node | None, depth: int, run: bytes, idents: Idents, levels: int) -> None:
-        n = len(idents)
+    def __init__(
+        self,
+        node_id: int,
+        parent: Node | None,
+        depth: int,
+        run: bytes,
+        idents: Idents,
+        slots: NDArray[np.int32],
+        last_use: Floats,
+        uses: Uses,
+    ) -> None:
+        n, levels = len(slots), slots.shape[1]
         self.id = node_id
         self.parent = parent
         self.depth = depth
@@ -66,10 +76,10 @@ class Node:
         self.run = run
         self.n = n
         self.idents = idents
-        self.slots: NDArray[np.int32] = np.full((n, levels), ABSENT, dtype=np.int32)
+        self.slots = slots
         """`int32[n, levels]`, contiguous, so that the slots along a path are the nodes' bytes side by side."""
-        self.last_use: Floats = np.zeros(n)
-        self.uses: Uses = np.zeros(n, dtype=np.uint32)
+        self.last_use = last_use
+        self.uses = uses
         self.held = [0] * levels
         """Blocks of this run that have a slot, per level."""
         self.kids = [0] * levels
@@ -169,7 +179,7 @@ class PrefixIndex:
         self.nodes: dict[int, Node] = {}
         self._next_id = 0
         self._free_ids: list[int] = []
-        self.root = Node(-1, None, 0, b"", np.zeros(0, dtype=np.uint64), len(tables))
+        self.root = Node(-1, None, 0, b"", np.zeros(0, dtype=np.uint64), *_unused(0, len(tables)))
         self.blocks = 0
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -236,7 +246,7 @@ class PrefixIndex:
                 path.nodes[-1] = parent
             if not parent.children and not parent.partial and parent.n + len(idents) <= _APPEND_LIMIT:
                 return parent, self._append(parent, symbols, idents, partial)
-        node = self._new_node(parent, parent.depth + parent.n, symbols, idents)
+        node = self._new_node(parent, parent.depth + parent.n, symbols, idents, *_unused(len(idents), len(self.tables)))
         node.partial = partial
         self._adopt(parent, node)
         self.blocks += node.n
@@ -247,9 +257,8 @@ class PrefixIndex:
         assert 0 < at < node.n
         width, parent = self.width, node.parent
         assert parent is not None
-        head = self._new_node(parent, node.depth, node.run[: at * width], node.idents[:at].copy())
-        head.slots = node.slots[:at].copy()
-        head.last_use, head.uses = node.last_use[:at].copy(), node.uses[:at].copy()
+        arrays = (node.idents, node.slots, node.last_use, node.uses)
+        head = self._new_node(parent, node.depth, node.run[: at * width], *(each[:at].copy() for each in arrays))
         first = head.run[:width]
         del parent.children[first]  # and not only its value: the key of a single block is its run
         parent.children[first] = head
@@ -278,9 +287,7 @@ class PrefixIndex:
         """
         if node.children or node.parent is None:
             return False
-        keep = node.n
-        while keep and (node.slots[keep - 1] < 0).all():
-            keep -= 1
+        keep = _used(node.slots)
         if keep == node.n:
             return False
         self.blocks -= node.n - keep
@@ -296,9 +303,11 @@ class PrefixIndex:
             node.last_use, node.uses = node.last_use.copy(), node.uses.copy()
         return False
 
-    def attach_run(self, parent: Node, symbols: bytes, idents: Idents) -> Node:
-        """Add a run as a child of `parent` (recovery: the runs are known to be maximal)."""
-        node = self._new_node(parent, parent.depth + parent.n, symbols, idents)
+    def attach_run(
+        self, parent: Node, symbols: bytes, idents: Idents, slots: NDArray[np.int32], last_use: Floats, uses: Uses
+    ) -> Node:
+        """Add a run with all its arrays, which the node keeps, as a child of `parent` (recovery: runs are maximal)."""
+        node = self._new_node(parent, parent.depth + parent.n, symbols, idents, slots, last_use, uses)
         self._adopt(parent, node)
         self.blocks += node.n
         return node
@@ -307,23 +316,24 @@ class PrefixIndex:
 
     def _append(self, node: Node, symbols: bytes, idents: Idents, partial: bool) -> int:
         at, n = node.n, len(idents)
+        slots, last_use, uses = _unused(n, len(self.tables))
         node.run = node.run[: at * self.width] + symbols
         node.idents = np.concatenate((node.idents, idents))
-        node.slots = np.concatenate((node.slots, np.full((n, len(self.tables)), ABSENT, dtype=np.int32)))
-        node.last_use = np.concatenate((node.last_use, np.zeros(n)))
-        node.uses = np.concatenate((node.uses, np.zeros(n, dtype=np.uint32)))
+        node.slots = np.concatenate((node.slots, slots))
+        node.last_use = np.concatenate((node.last_use, last_use))
+        node.uses = np.concatenate((node.uses, uses))
         node.n = at + n
         node.partial = partial
         self.blocks += n
         return at
 
-    def _new_node(self, parent: Node, depth: int, run: bytes, idents: Idents) -> Node:
+    def _new_node(self, parent: Node, depth: int, run: bytes, *arrays: Any) -> Node:
         if self._free_ids:
             node_id = self._free_ids.pop()
         else:
             node_id = self._next_id
             self._next_id += 1
-        node = Node(node_id, parent, depth, run, idents, len(self.tables))
+        node = Node(node_id, parent, depth, run, *arrays)
         self.nodes[node_id] = node
         return node
 
@@ -348,6 +358,26 @@ class PrefixIndex:
         del self.nodes[node.id]
         self._free_ids.append(node.id)
         node.parent = None
+
+
+def _unused(n: int, levels: int) -> tuple[NDArray[np.int32], Floats, Uses]:
+    """Slots, last use and uses of n blocks that have none."""
+    slots = np.empty((n, levels), dtype=np.int32)
+    slots.fill(ABSENT)
+    return slots, np.zeros(n), np.zeros(n, dtype=np.uint32)
+
+
+def _used(slots: NDArray[np.int32]) -> int:
+    """Blocks up to the last that has a slot anywhere. Looks from the end in doubling steps: amortised O(1) a block,
+    for the caller cuts off what lies behind."""
+    end, step = len(slots), 1
+    while end:
+        begin = max(0, end - step)
+        used = np.flatnonzero((slots[begin:end] >= 0).any(axis=1))
+        if len(used):
+            return begin + int(used[-1]) + 1
+        end, step = begin, step * 2
+    return 0
 
 
 def _joined(arrays: list[Any], take: int, dtype: Any) -> NDArray[Any]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tiercache.index import ABSENT, Node, Path, PrefixIndex
 from tiercache.slots import FREE, NO_OWNER, RESIDENT, SlotTable
-from tiercache.types import Bools, Idents, LevelSpec, Slots
+from tiercache.types import Bools, Floats, Idents, LevelSpec, Slots, Uses
 
 __all__ = ["Residency"]
 
@@ -90,6 +90,46 @@ class Residency:
         for each in (*touched, *path.nodes[-1:], node):
             self.stale[each] = None
         return node, at
+
+    def attach_runs(
+        self,
+        level: int,
+        parents: Sequence[int],
+        bounds: Sequence[int],
+        symbols: bytes,
+        slots: Slots,
+        arrays: tuple[Idents, Floats, Uses],
+    ) -> None:
+        """Build a tree of runs that lie side by side in these arrays (idents, last use, uses), all of them in `level`.
+
+        Run i is `bounds[i]` to `bounds[i + 1]` and hangs below run `parents[i]`, which comes before it (-1: the root).
+        The tree is empty before, and its slots are taken.
+        """
+        index, width = self.index, self.width
+        table = self.tables[level]
+        rows = np.full((len(slots), self.levels), ABSENT, dtype=np.int32)
+        rows[:, level] = slots
+        idents, last_use, uses = arrays
+        nodes: list[Node] = []
+        for i, above in enumerate(parents):
+            begin, end = bounds[i], bounds[i + 1]
+            parent = nodes[above] if above >= 0 else index.root
+            part = slice(begin, end)  # copied, so that a run which leaves gives its memory back
+            node = index.attach_run(
+                parent,
+                symbols[begin * width : end * width],
+                idents[part].copy(),
+                rows[part].copy(),
+                last_use[part].copy(),
+                uses[part].copy(),
+            )
+            node.held[level] = node.n
+            parent.kids[level] += 1
+            nodes.append(node)
+        lengths = np.diff(bounds)
+        table.owner[slots] = np.repeat(np.array([node.id for node in nodes], dtype=np.int32), lengths)
+        table.pos[slots] = np.arange(len(slots)) - np.repeat(bounds[:-1], lengths)
+        self.stale.update(dict.fromkeys(nodes))
 
     def trim(self, node: Node) -> None:
         """Drop trailing blocks without any slot, and the ancestors' likewise when the node goes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercache.index import Node
 from tiercache.planner.state import PlannerState
 from tiercache.types import ROOT, Recovered
 
@@ -23,23 +22,15 @@ def restore(state: PlannerState, recovered: Recovered) -> None:
         return
     order, starts = _runs(recovered.parents)
     symbols = np.frombuffer(recovered.symbols, dtype=np.uint8).reshape(n, residency.width)[order].tobytes()
-    slots, idents = recovered.slots[order].astype(np.int32), recovered.idents[order].copy()
-    last_use, uses = recovered.last_use[order].copy(), recovered.uses[order].copy()
+    slots, idents = recovered.slots[order].astype(np.int32), recovered.idents[order]
+    last_use, uses = recovered.last_use[order], recovered.uses[order]
     parents = recovered.parents[order[starts]]
     run_of = np.empty(n, dtype=np.int64)
     bounds = [*starts.tolist(), n]
     run_of[order] = np.repeat(np.arange(len(starts)), np.diff(bounds))
     parent_runs = np.where(parents == ROOT, -1, run_of[parents]).tolist()
     residency.tables[level].take_these(slots)
-    nodes: list[Node] = []
-    width, index = residency.width, residency.index
-    for i, above in enumerate(parent_runs):
-        begin, end = bounds[i], bounds[i + 1]
-        parent = index.root if above < 0 else nodes[above]
-        node = index.attach_run(parent, symbols[begin * width : end * width], idents[begin:end].copy())
-        node.last_use, node.uses = last_use[begin:end].copy(), uses[begin:end].copy()
-        residency.place(node, 0, level, slots[begin:end])
-        nodes.append(node)
+    residency.attach_runs(level, parent_runs, bounds, symbols, slots, (idents, last_use, uses))
     state.totals.recovered = n
 
 

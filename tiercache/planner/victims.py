@@ -32,6 +32,7 @@ class Victims:
     def refile(self) -> None:
         """File the nodes that changed since the last call."""
         residency = self.state.residency
+        fresh: list[dict[bool, list[Any]]] = [{True: [], False: []} for _ in range(residency.levels)]
         while residency.stale:
             node, _ = residency.stale.popitem()
             for level in range(residency.levels):
@@ -42,8 +43,12 @@ class Victims:
                 if old is not None:
                     self._lists[level][old[0]].remove(old[1])
                 if new is not None:
-                    self._lists[level][new[0]].add(new[1])
+                    fresh[level][new[0]].append(new[1])
                 node.filed[level] = new
+        for level, lists in enumerate(fresh):  # together: after a restart they are all there are
+            for droppable, keys in lists.items():
+                if keys:
+                    self._lists[level][droppable].update(keys)
 
     def clear(self) -> None:
         """Forget every node (new epoch)."""
