@@ -124,7 +124,7 @@ def _notes(rows: list[dict[str, Any]]) -> list[str]:
     notes = []
     for row in rows:
         facts = row["facts"]
-        if "bytes_per_slot_table" in facts or "nodes" in facts:
+        if "slot_tables_per_block" in facts:
             part = f", {facts['requests']:,} requests of the trace ({facts['trace']})" if "trace" in facts else ""
             notes.append(
                 f"- {row['what']}: {facts['blocks']:,} blocks in {facts['nodes']:,} runs{part}; of these bytes "
