@@ -279,6 +279,30 @@ def test_a_failed_transaction_is_retried_whole(tmp_path: Path, monkeypatch: pyte
     again.close()
 
 
+def test_a_catalog_found_damaged_while_open_is_replaced_and_its_claims_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path / "kv")
+    rig.write([0, 1])
+    rig.commit()
+    rig.write([2], tag=2)
+
+    def fail(store: RowStore, change: Change) -> None:
+        monkeypatch.undo()
+        raise lmdb.CorruptedError("a page is not what it should be")
+
+    monkeypatch.setattr(RowStore, "apply", fail)
+    assert set(rig.commit()) >= {0, 1}
+    assert not rig.catalog.claimed(slots(0, 1, 2)).any()
+    assert int(rig.catalog.expected(slots(0))[0][0]) == 0
+    assert (rig.catalog.counters["begun_anew"], rig.directory.counters["catalogs_set_aside"]) == (1, 1)
+    rig.write([0, 1])
+    assert rig.commit() == [] and rig.catalog.healthy
+    again = reopened(rig, tmp_path, clean=False)
+    assert {0, 1} <= set(again.recovered()) and again.readable().all()
+    again.close()
+
+
 def test_a_full_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiercache.catalog_open.map_nbytes_for", lambda capacity, width: 16 * 4096)
     rig = Rig(tmp_path / "kv", 4096)

@@ -286,7 +286,9 @@ def test_no_space_for_the_copy_is_a_config_error_and_loses_nothing(
 
 
 @pytest.mark.parametrize(
-    "script", ["#!/bin/sh\necho no such module >&2; exit 1\n", None], ids=["cannot load", "missing"]
+    "script",
+    ["#!/bin/sh\necho no such module >&2; exit 1\n", None, "#!/bin/sh\necho ready\nkill -KILL $$\n"],
+    ids=["cannot load", "missing", "killed from outside"],
 )
 def test_a_check_that_cannot_run_is_a_config_error_and_loses_nothing(
     store: tuple[Path, dict[int, int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None

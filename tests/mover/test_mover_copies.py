@@ -312,6 +312,17 @@ def test_failed_reads_fail_alone(make_mover, inbox):
     assert (stats.io_errors, stats.checksum_failures) == (1, 0)
 
 
+def test_a_destination_that_fails_says_nothing_against_the_source(make_mover, inbox):
+    fast, slow = FaultyTier(DRAMTier(8, NBYTES)), disk()
+    mover = make_mover(fast, slow)
+    on_disk(mover, inbox, payload(2, NBYTES), [0, 1])
+    fast.fail_all("write")
+    mover.submit([make_job(1, 1, [0, 1], 0, [4, 5])])
+    result = inbox.result(1)
+    assert not result.ok.any() and not result.bad.any()
+    assert result.reason == "target"
+
+
 def test_a_failed_write_takes_its_descendants_along(make_mover, inbox):
     """Of the chain 0-1-2-3 and the root 4, block 1 cannot be written."""
     dram, slow = DRAMTier(8, NBYTES), disk()

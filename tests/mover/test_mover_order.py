@@ -82,9 +82,10 @@ def test_a_push_wakes_as_many_threads_as_there_are_parts():
     queue = PoolQueue()
     threads, found = waiting_threads(queue, 3)
     queue.push(running(1, "load", n=3))
+    assert eventually(lambda: len(found) == 3, 3.0), "an idle thread looks around by itself only after IDLE_WAIT_S"
+    assert sorted(part[1:] for part in found) == [(0, 1), (1, 2), (2, 3)]
     for thread in threads:
         thread.join(5)
-    assert sorted(part[1:] for part in found) == [(0, 1), (1, 2), (2, 3)]
 
 
 def test_a_job_at_its_limit_wakes_nobody_and_another_job_does():
@@ -95,6 +96,7 @@ def test_a_job_at_its_limit_wakes_nobody_and_another_job_does():
     time.sleep(0.05)
     assert len(queue._ready._waiters) == 2
     queue.push(running(2, "write", n=3, max_threads=2))
+    assert eventually(lambda: len(found) == 3, 3.0)
     for thread in threads:
         thread.join(5)
     assert sorted(part[0].job.id for part in found) == [1, 2, 2]
@@ -221,6 +223,7 @@ def test_a_clock_outlives_what_it_calls():
     def fail(job):
         raise RuntimeError("what was called is at fault")
 
+    assert eventually(lambda: clock._wakes_at > time.monotonic())  # it sleeps
     clock.call_at(time.monotonic(), running(1, "load"), fail)
     clock.call_at(time.monotonic() + 0.01, running(2, "load"), lambda job: called.set())
     assert called.wait(2.0)

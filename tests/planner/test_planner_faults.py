@@ -1,11 +1,13 @@
 """Jobs that hang, fail and lie: lost slots, breakers, holes."""
 
+import numpy as np
 import pytest
 from planner_kit import GARBAGE, Bench, dram, hbm, nvme
 
 from tiercache.planner.breaker import Breaker
 from tiercache.planner.state import Limits
 from tiercache.slots import SlotState
+from tiercache.types import JobResult
 
 
 def on_nvme(bench, *prompts):
@@ -373,6 +375,25 @@ def test_a_store_heals_a_hole_and_the_slot_is_written_again_in_place():
     assert bench.where()["ab"][1] == (slot, SlotState.RESIDENT)
     assert bench.planner.level_counters()[1].healed == 1
     bench.finish()
+
+
+def test_only_what_a_result_calls_bad_is_spoilt():
+    """The others of the job failed too, but their source is not to blame."""
+    bench = Bench(dram(4), nvme(12), exclusive=False)
+    on_nvme(bench, "abc", "wxyz")
+    load = bench.load("abc", out=True)
+    job = bench.job("load")
+    bench.running.pop(job.id)
+    bad = np.array([False, True, False])
+    outcome = bench.planner.commit(JobResult(job.id, np.zeros(3, np.bool_), 0, 0.1, reason="io", bad=bad), bench.now)
+    bench._over(outcome.loads)
+    bench.take()
+    assert load.done and load.blocks == 0
+    assert [bench.where()[prompt][1][1] for prompt in ("a", "ab", "abc")] == [
+        SlotState.RESIDENT,
+        SlotState.BAD,
+        SlotState.RESIDENT,
+    ]
 
 
 def test_a_bad_slot_is_not_written_again_while_another_load_reads_it():
