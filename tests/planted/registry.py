@@ -5,6 +5,8 @@ The `*.toml` files beside this one hold them, in the order of the table in docs/
 
 from __future__ import annotations
 
+import ast
+import builtins
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -68,13 +70,31 @@ def broken(faults: list[Fault], root: Path = ROOT) -> list[str]:
             wrong.append(f"{fault.name}: its text occurs {text.count(fault.old)} times in {fault.file}")
             continue
         try:
-            compile(text.replace(fault.old, fault.new), fault.file, "exec")
+            strange = _names(text.replace(fault.old, fault.new)) - _names(text) - set(dir(builtins))
         except SyntaxError as error:
             wrong.append(f"{fault.name}: {fault.file} is no Python with it ({error})")
+            continue
+        if strange:  # a NameError would pass for a test that fails
+            wrong.append(f"{fault.name}: {fault.file} knows no {', '.join(sorted(strange))}")
         if fault.old == fault.new or not fault.tests:
             wrong.append(f"{fault.name}: it changes nothing, or names no test")
     names = [fault.name for fault in faults]
     return wrong + [f"{name}: the name is used twice" for name in sorted({n for n in names if names.count(n) > 1})]
+
+
+def _names(source: str) -> set[str]:
+    """Names that a module uses and does not bind, as far as one sees without looking at scopes."""
+    used, bound = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return used - bound
 
 
 def table(faults: list[Fault]) -> str:

@@ -6,6 +6,7 @@ That each is caught is shown by `make planted-faults`; that its tests are green 
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,5 +115,10 @@ def test_a_fault_whose_text_moved_is_told(tmp_path: Path) -> None:
         *["gone: its text occurs 0 times in tiercache/slots.py"] * 2,
         "gone: the name is used twice",
     ]
+    stranger = replace(fault, name="strange", old="def take(self", new="unheard_of; def take(self")
+    assert broken([replace(stranger, new="def taken(self) -> None: unheard_of\n\n    def take(self")]) == [
+        "strange: tiercache/slots.py knows no unheard_of"
+    ]
+    assert broken([stranger])[0].startswith("strange: tiercache/slots.py is no Python with it")
     with pytest.raises(ValueError, match="occurs 0 times"), planted(fault, ROOT):
         pass
