@@ -19,7 +19,8 @@ def guarded(n, width, stride, offset, fill):
 @pytest.mark.parametrize(
     ("n", "width"),
     [(0, 7), (1, 1), (3, P // 2), (4, P // 2), (7, P // 2 + 5), (1, P), (2, P - 1), (1, 2 * P - 1), (1, 2 * P),
-     (3, 2 * P), (2, 2 * P + 1), (2, 3 * P), (3, 5 * P + 4095), (64, 4096), (257, 8192)],
+     (3, 2 * P), (2, 2 * P + 1), (2, 3 * P), (3, 5 * P + 4095), (1, 4 * P - 1),
+     (1, 4 * P), (2, 4 * P + 3), (1, 5 * P), (64, 4096), (300, 8192)],
 )  # fmt: skip
 def test_every_byte_once_and_none_beside(n, width, apart):
     given = np.random.default_rng(width).integers(0, 256, (n, width), dtype=np.uint8)

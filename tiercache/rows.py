@@ -12,6 +12,10 @@ PIECE_NBYTES = 512 << 10
 fifth slower (measured: docs/decisions.md)."""
 
 
+_FEWEST_PIECES = 4
+"""Fewer are not worth a second wait for the GIL."""
+
+
 def copy_rows(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
     """`target[...] = source` for uint8 arrays `[n, width]` of one shape that do not overlap, each contiguous along
     axis 1 with any stride on axis 0. Overwrites `target`.
@@ -23,7 +27,7 @@ def copy_rows(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
         target, source = target.reshape(1, -1), source.reshape(1, -1)
     n, width = target.shape
     pieces = width // PIECE_NBYTES
-    if pieces < 2:
+    if pieces < _FEWEST_PIECES:
         target[...] = source
         return
     whole = pieces * PIECE_NBYTES
