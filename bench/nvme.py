@@ -71,10 +71,10 @@ class Writer:
     def __init__(self, path: Path, payload: Payload, total_nbytes: int, **options: object) -> None:
         self.payload, self.blocks = payload, total_nbytes // payload.block_nbytes
         self.path, self._options = path, options
-        dram = total_nbytes + 2 * _STORED_NBYTES
+        self._rows = payload.rows(min(self.blocks, _STORED_NBYTES // payload.block_nbytes))
+        dram = total_nbytes + 3 * self._rows.nbytes  # a quarter of it may be in flight
         self.cache = open_store(path, self.blocks, payload, dram, **options)
         self._rng, self._rounds = np.random.default_rng(1), itertools.count(1)
-        self._rows = payload.rows(min(self.blocks, _STORED_NBYTES // payload.block_nbytes))
         self.round = 0
         self.commits = 1
         """Of the last flush: each synced the data."""
