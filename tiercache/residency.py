@@ -129,7 +129,7 @@ class Residency:
         lengths = np.diff(bounds)
         table.owner[slots] = np.repeat(np.array([node.id for node in nodes], dtype=np.int32), lengths)
         table.pos[slots] = np.arange(len(slots)) - np.repeat(bounds[:-1], lengths)
-        self.stale.update(dict.fromkeys(nodes))
+        self.stale.update((node, None) for node in nodes if not node.children)  # the others are in no order
 
     def trim(self, node: Node) -> None:
         """Drop trailing blocks without any slot, and the ancestors' likewise when the node goes."""

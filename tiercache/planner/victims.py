@@ -36,7 +36,8 @@ class Victims:
         while residency.stale:
             node, _ = residency.stale.popitem()
             for level in range(residency.levels):
-                new = self._place_of(node, level) if node.parent is not None else None
+                is_leaf = node.held[level] > 0 and node.kids[level] == 0 and node.parent is not None
+                new = self._place_of(node, level) if is_leaf else None
                 old = node.filed[level]
                 if new == old:
                     continue
@@ -98,7 +99,8 @@ class Victims:
         entries = [{kind: set(each) for kind, each in lists.items()} for lists in self._lists]
         for node in self.state.residency.index.walk_nodes():
             for level in range(self.state.residency.levels):
-                place = self._place_of(node, level)
+                is_leaf = node.held[level] > 0 and node.kids[level] == 0
+                place = self._place_of(node, level) if is_leaf else None
                 if node.filed[level] != place:
                     yield f"node {node.id} is filed as {node.filed[level]} in level {level}, should be {place}"
                 elif place is not None and place[1] not in entries[level][place[0]]:
@@ -110,8 +112,7 @@ class Victims:
                 yield f"level {level}: the order holds {lists} of nodes that are gone"
 
     def _place_of(self, node: Node, level: int) -> tuple[bool, tuple[float, int, int]] | None:
-        if node.held[level] == 0 or node.kids[level] > 0:
-            return None
+        """Of a leaf of this level; None where it may not leave now."""
         residency = self.state.residency
         last = last_position(node, level)
         slot = int(node.slots[last, level])
