@@ -102,6 +102,7 @@ def test_flipped_bits(store: tuple[Path, dict[int, int], Path], tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_many_flipped_bits(store: tuple[Path, dict[int, int], Path], tmp_path: Path) -> None:
     left = flip_each(store, tmp_path, seed=2, count=400)
     assert sum(n > 0 for n in left) > 100

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
@@ -30,6 +31,7 @@ __all__ = [
     "install",
     "make_sound",
     "marker_holds",
+    "reading",
     "set_aside",
     "unreadable",
     "write_marker",
@@ -68,7 +70,7 @@ def _make_sound(directory: StoreDirectory) -> None:
         return
     except OSError as e:
         raise unreadable(directory, e) from e
-    if marker_holds(directory):
+    if marker_holds(directory) and not _reading_path(directory).exists():
         return
     directory.counters["unclean_opens"] += 1
     place = directory.path / f"catalog.new-{secrets.token_hex(4)}"
@@ -164,6 +166,24 @@ def marker_holds(directory: StoreDirectory) -> bool:
         return bool(marker == _describe(directory.catalog_path))
     except (OSError, ValueError, DamagedCatalogError):
         return False
+
+
+@contextlib.contextmanager
+def reading(directory: StoreDirectory) -> Iterator[None]:
+    """While a catalog is read for the first time: should that end the process, the next start checks it before.
+
+    The marker only says that the file is as it was closed; what LMDB closed may have been damaged in memory or on disk.
+    """
+    path = _reading_path(directory)
+    path.touch(mode=0o600)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _reading_path(directory: StoreDirectory) -> Path:
+    return directory.path / "reading"
 
 
 def write_marker(directory: StoreDirectory) -> None:

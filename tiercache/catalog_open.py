@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercache.catalog_check import drop_marker, install, make_sound, set_aside, unreadable
+from tiercache.catalog_check import drop_marker, install, make_sound, reading, set_aside, unreadable
 from tiercache.catalog_recover import Tree, trace
 from tiercache.catalog_rows import (
     RECORD_SLOTS,
@@ -107,11 +109,8 @@ def peek_manifest(directory: StoreDirectory) -> Manifest | None:
     if not path.exists():
         return None
     try:
-        store = RowStore(path, used_nbytes(path), readonly=True)
-        try:
+        with _opened(directory) as store:
             manifest = store.read_manifest()[0]
-        finally:
-            store.close()
     except (DamagedCatalogError, lmdb.Error, OSError) as e:
         if not is_damage(e):
             raise unreadable(directory, e) from e
@@ -132,8 +131,7 @@ def adopt(directory: StoreDirectory, wanted: Manifest, root_ident: int) -> tuple
     if not path.exists():
         return None, directory.cold_reason or "new"
     try:
-        store = RowStore(path, used_nbytes(path), readonly=True)
-        try:
+        with _opened(directory) as store:
             manifest, next_symbol = store.read_manifest()
             reason = _difference(directory, manifest, wanted)
             if reason:
@@ -141,14 +139,23 @@ def adopt(directory: StoreDirectory, wanted: Manifest, root_ident: int) -> tuple
                 directory.cold_reason = reason
                 return None, reason
             loaded = load(store, manifest, next_symbol, root_ident)
-        finally:
-            store.close()
     except (DamagedCatalogError, lmdb.Error, OSError) as e:
         if not is_damage(e):
             raise unreadable(directory, e) from e
         _put_aside(directory, e)
         return None, directory.cold_reason
     return loaded, ""
+
+
+@contextlib.contextmanager
+def _opened(directory: StoreDirectory) -> Iterator[RowStore]:
+    """The catalog, for reading."""
+    with reading(directory):
+        store = RowStore(directory.catalog_path, used_nbytes(directory.catalog_path), readonly=True)
+        try:
+            yield store
+        finally:
+            store.close()
 
 
 def _put_aside(directory: StoreDirectory, why: Exception) -> None:

@@ -7,6 +7,7 @@ epoch         hex of the epoch, replaced by rename
 slots-NN.dat  payload
 catalog/      data.mdb: what is in the slots
 clean         the catalog was closed in order; says which bytes it had
+reading       only while a start reads the catalog: if it is left, that ended the process
 ```
 
 The lock is taken before anything else is opened. Directories have mode 0700 and files 0600, whatever the umask.

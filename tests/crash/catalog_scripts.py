@@ -16,7 +16,7 @@ from catalog_rig import WIDTH, manifest, slots, symbols_of
 from crash_power import LengthOnly
 from crash_world import Shape, bytes_of, ids_of, open_cache, right, tokens_of
 
-from tiercache import catalog_check, catalog_copy
+from tiercache import catalog_check, catalog_copy, catalog_open
 from tiercache.catalog import Catalog
 from tiercache.catalog_rows import DamagedCatalogError
 from tiercache.directory import StoreDirectory
@@ -156,6 +156,23 @@ def _open_one(place: Path, truth: dict[str, Any]) -> dict[str, Any]:
         problems.append(f"cannot go on: {store.catalog.last_error}")
     store.close()
     return {"problems": problems, "recovered": len(found.slots), "cold": found.reason, "counters": counters}
+
+
+def die_reading(report: Report, argument: dict[str, Any]) -> None:
+    """Open the store at "path"; the process ends as LMDB would end it, while it reads the catalog."""
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    catalog_open.load = die
+    Store(Path(argument["path"]))
+
+
+def open_at(report: Report, argument: dict[str, Any]) -> None:
+    """Open and close the store at "path"."""
+    store = Store(Path(argument["path"]))
+    report([len(store.catalog.recovered.slots), dict(store.directory.counters)])
+    store.close()
 
 
 def damaged_while_open(report: Report, argument: dict[str, Any]) -> None:

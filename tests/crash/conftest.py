@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 from tiercache.testing.crash import POINTS, Zygote
 
 _HERE = Path(__file__).parent
+_MEMORY = Path("/dev/shm")
 _CUTS = pytest.StashKey[Counter[str]]()
 _KILLS = pytest.StashKey[Counter[str]]()
 _SHOWN = {
@@ -40,6 +44,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def zygote() -> Iterator[Zygote]:
     with Zygote(["crash_scripts", "catalog_scripts"], [str(_HERE), str(_HERE.parent)]) as process:
         yield process
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """An empty directory, in memory where there is enough: for tests of which nothing need last."""
+    if not os.access(_MEMORY, os.W_OK) or shutil.disk_usage(_MEMORY).free < 512 << 20:
+        yield tmp_path
+        return
+    path = Path(tempfile.mkdtemp(dir=_MEMORY))
+    yield path
+    shutil.rmtree(path)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -78,8 +79,8 @@ KINDS = ["meta", "old meta", "branch", "leaf", "overflow", "free list", "unused"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_page(zygote: Zygote, base: Base, tmp_path: Path, kind: str) -> None:
-    found = open_each(zygote, base, tmp_path, harms_of(base, kind, random.Random(kind), 8))
+def test_a_damaged_page(zygote: Zygote, base: Base, place: Path, kind: str) -> None:
+    found = open_each(zygote, base, place, harms_of(base, kind, random.Random(kind), 8))
     if kind == "unused":
         assert {facts["recovered"] for facts in found} == {base.blocks}
     else:
@@ -88,35 +89,47 @@ def test_a_damaged_page(zygote: Zygote, base: Base, tmp_path: Path, kind: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_damaged_pages(zygote: Zygote, base: Base, tmp_path: Path, kind: str) -> None:
-    found = open_each(zygote, base, tmp_path, harms_of(base, kind, random.Random(kind + "!"), 160))
+def test_many_damaged_pages(zygote: Zygote, base: Base, place: Path, kind: str) -> None:
+    found = open_each(zygote, base, place, harms_of(base, kind, random.Random(kind + "!"), 160))
     left = Counter(facts["recovered"] == base.blocks for facts in found)
     cold = sum(facts["cold"] == "corrupt" for facts in found)
     assert left[True] > 0 or kind in ("branch", "leaf", "overflow"), (left, cold)
     assert left[False] > 0 or kind in ("unused", "old meta", "free list"), (left, cold)
 
 
-def sizes(base: Base, step: int) -> list[int]:
-    """Page boundaries, and places beside them and far from any."""
-    last = len(base.raw) // PAGE
-    pages = sorted({0, 1, 2, 3, last - 1, *range(0, last, step)})
-    odd = [1, 100, 2 * PAGE + 152, len(base.raw) // 2 + 1000]
-    return [*(page * PAGE for page in pages), *(page * PAGE - 1 for page in pages[1:]), *odd, len(base.raw) - 1]
-
-
-def truncated(zygote: Zygote, base: Base, place: Path, step: int) -> None:
-    found = open_each(zygote, base, place, [["truncate", size] for size in sizes(base, step)])
+def truncated(zygote: Zygote, base: Base, place: Path, sizes: list[int]) -> None:
+    found = open_each(zygote, base, place, [["truncate", size] for size in sizes])
     assert {(facts["cold"], facts["recovered"]) for facts in found} == {("corrupt", 0)}
     assert {facts["counters"]["catalogs_set_aside"] for facts in found} == {1}
 
 
-def test_a_catalog_cut_at_page_boundaries(zygote: Zygote, base: Base, tmp_path: Path) -> None:
-    truncated(zygote, base, tmp_path, 40)
+def test_a_catalog_cut_at_some_pages_and_beside_them(zygote: Zygote, base: Base, place: Path) -> None:
+    last = len(base.raw) // PAGE
+    pages = sorted({0, 1, 2, 3, last - 1, *range(0, last, 40)})
+    odd = [1, 100, 2 * PAGE + 152, len(base.raw) // 2 + 1000, len(base.raw) - 1]
+    truncated(zygote, base, place, [*(page * PAGE for page in pages), *(page * PAGE - 1 for page in pages[1:]), *odd])
 
 
 @pytest.mark.slow
-def test_a_catalog_cut_at_every_page_boundary(zygote: Zygote, base: Base, tmp_path: Path) -> None:
-    truncated(zygote, base, tmp_path, 1)
+@pytest.mark.parametrize("part", range(4))
+def test_a_catalog_cut_at_every_page(zygote: Zygote, base: Base, place: Path, part: int) -> None:
+    truncated(zygote, base, place, [page * PAGE for page in range(part, len(base.raw) // PAGE, 4)])
+
+
+def test_a_catalog_that_ended_a_process_is_checked_before_it_is_read_again(
+    zygote: Zygote, base: Base, tmp_path: Path
+) -> None:
+    """It was closed in order, so nobody would check it otherwise, and each start would end like the first."""
+    path = shutil.copytree(base.path, tmp_path / "kv")
+    child = zygote.start("catalog_scripts:open_at", {"path": str(path)})
+    assert (child.wait(), child.reports) == (0, [[base.blocks, {"unclean_opens": 1}]])  # the file was shortened
+    child = zygote.start("catalog_scripts:open_at", {"path": str(path)})
+    assert (child.wait(), child.reports) == (0, [[base.blocks, {}]])
+    child = zygote.start("catalog_scripts:die_reading", {"path": str(path)})
+    assert child.wait() == -signal.SIGSEGV
+    for counted in ({"unclean_opens": 1}, {}):
+        child = zygote.start("catalog_scripts:open_at", {"path": str(path)})
+        assert (child.wait(), child.reports) == (0, [[base.blocks, counted]])
 
 
 @pytest.mark.parametrize("how", ["truncate 0", "truncate 4096", "truncate 12288", "unlink", "remove", "replace"])

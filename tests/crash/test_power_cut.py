@@ -8,7 +8,6 @@ import random
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,19 +19,7 @@ import pytest
 from tiercache.testing.crash import Zygote
 from tiercache.testing.power import PowerCut, tear_lmdb, tear_unsynced
 
-MEMORY = Path("/dev/shm")
-"""Nothing is made durable for real, so the files may as well be in memory, where they are quicker."""
 _LIMIT_S = 600.0
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
-    if not os.access(MEMORY, os.W_OK) or shutil.disk_usage(MEMORY).free < 512 << 20:
-        yield tmp_path
-        return
-    path = Path(tempfile.mkdtemp(dir=MEMORY))
-    yield path
-    shutil.rmtree(path)
 
 
 def histories(
