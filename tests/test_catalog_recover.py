@@ -203,7 +203,9 @@ def test_threads_write_and_forget_while_one_commits(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     try:
-        for i in range(12):
+        for i in range(200):
+            if i >= 12 and seen:  # on a busy machine it may take a while until a commit catches something whole
+                break
             assert rig.commit() == []
             if i % 4 == 3:
                 copied = Rig(rig.crash_copy(tmp_path / f"copy{i}"), 64)

@@ -74,6 +74,23 @@ def test_what_hangs_on_a_block_keeps_it_from_being_dropped_in_place():
     bench.finish()
 
 
+def test_what_is_pinned_stays_although_nothing_else_is_left():
+    """NVMe is offline, so that everything else is dropped in place for the store."""
+    bench = Bench(dram(4), nvme(8))
+    bench.stored("m")
+    while bench.state.online(1):
+        bench.drain()
+        bench.deliver(bench.job("write").id, False, "io")
+    bench.invalidate("m")
+    bench.stored("ab")
+    pin = bench.pin("a")
+    assert bench.stored("cdef").accepted == 3
+    bench.check()
+    assert bench.residents(0) == {"a", "c", "cd", "cde"}
+    bench.unpin(pin)
+    bench.finish()
+
+
 def test_jobs_of_a_level_are_bounded():
     bench = Bench(dram(8), limits=Limits(jobs=2))
     bench.stored("abcd")
