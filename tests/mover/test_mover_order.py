@@ -115,6 +115,39 @@ def test_the_thread_that_ends_a_part_takes_the_next_one_of_a_job_at_its_limit():
     assert found[0][0].job.id == 2
 
 
+def test_no_wake_up_is_lost():
+    """Bursts of jobs with all kinds of limits, and in each burst a thread that hangs in the first part of a job: all
+    other parts are begun long before an idle thread would look by itself."""
+    queue, done, go_on = PoolQueue(), threading.Semaphore(0), threading.Semaphore(0)
+    rng = np.random.default_rng(5)
+
+    def serve():
+        while (part := queue.next_part()) is not None:
+            if part[0].job.id % 10 == 0 and part[1] == 0:
+                assert go_on.acquire(timeout=10.0)
+            part[0].end_part()
+            done.release()
+
+    threads = [threading.Thread(target=serve, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for burst in range(300):
+        jobs = [running(10 * burst, "load", n=int(rng.integers(1, 6)), max_threads=int(rng.integers(2, 5)))]
+        for i in range(1, int(rng.integers(1, 5))):
+            kind = "load" if rng.integers(2) else "write"
+            jobs.append(running(10 * burst + i, kind, n=int(rng.integers(1, 6)), max_threads=int(rng.integers(1, 5))))
+        for job in jobs:
+            queue.push(job)
+        for _ in range(sum(each.job.n for each in jobs) - 1):
+            assert done.acquire(timeout=5.0), f"burst {burst}: a part waits and nobody was woken for it"
+        go_on.release()
+        assert done.acquire(timeout=5.0)
+    queue.stop()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
 def gate(make_mover, **options):
     """A mover whose one I/O thread hangs in job 0 until `slow.wake()`."""
     dram = DRAMTier(64, NBYTES)
