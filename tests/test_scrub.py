@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +55,23 @@ def test_a_whole_directory_is_clean(path: Path) -> None:
     assert "clean" in str(report)
     assert json.loads(json.dumps(report.to_dict()))["clean"] is True
     assert check_directory(path).payload_checked == 0
+
+
+def test_a_check_that_is_killed_leaves_its_copy_of_token_ids_where_the_next_start_removes_it(
+    path: Path, tmp_path: Path
+) -> None:
+    script = f"""
+import os, signal, tiercache.scrub as scrub
+scrub.RowStore = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+scrub.check_directory({str(path)!r})
+"""
+    elsewhere = tmp_path / "scratch"
+    elsewhere.mkdir()
+    ended = subprocess.run([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(elsewhere)}, timeout=60)
+    assert ended.returncode == -signal.SIGKILL and list(elsewhere.iterdir()) == []
+    assert len(list(path.glob("catalog.new-*/data.mdb"))) == 1
+    Rig(path, 100).close()
+    assert list(path.glob("catalog.new-*")) == []
 
 
 def test_bad_payload_is_found_and_fixed(path: Path) -> None:

@@ -104,7 +104,8 @@ def check_directory(
     or something in the way that says nothing of the catalog).
     """
     with StoreDirectory.open(path, wait_s=wait_s, create=False) as directory:
-        with tempfile.TemporaryDirectory(prefix="tiercache-check-") as scratch:
+        # Beside the catalog, under a name that the next start removes: it holds token ids, and a kill leaves it there.
+        with tempfile.TemporaryDirectory(prefix="catalog.new-", dir=directory.path) as scratch:
             finding = _read_catalog(directory, Path(scratch) / "data.mdb")
         loaded = finding.loaded
         report = DirectoryReport(
