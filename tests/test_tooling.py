@@ -57,3 +57,9 @@ def test_hypothesis_profiles(profile: str | None, derandomized: bool) -> None:
 def test_a_run_has_one_of_the_profiles() -> None:
     wanted = os.environ.get("HYPOTHESIS_PROFILE", "ci")
     assert settings.default.derandomize == (wanted == "ci")
+
+
+def test_no_two_test_modules_have_the_same_name() -> None:
+    """They are imported by their bare names: a second one would stop the whole run at its collection."""
+    names = [path.name for path in HERE.rglob("*.py") if path.name != "conftest.py"]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
