@@ -179,8 +179,8 @@ class RowStore:
         self, path: Path, map_nbytes: int, *, readonly: bool = False, sync: bool = True, metasync: bool = True
     ) -> None:
         self.path = path
-        self._used = 0
-        """Bytes that LMDB may read."""
+        self._used = self._transaction = 0
+        """Bytes that LMDB may read, and the number of the last transaction."""
         self._env = lmdb.open(
             str(path),
             map_size=map_nbytes,
@@ -273,15 +273,20 @@ class RowStore:
         self._env.close()
 
     def _note_used(self) -> None:
-        self._used = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        facts = self._env.info()
+        self._used, self._transaction = (facts["last_pgno"] + 1) * self._env.stat()["psize"], facts["last_txnid"]
 
     def _check_file(self) -> None:
         try:
             facts = self.path.stat()
         except (FileNotFoundError, NotADirectoryError) as e:
             raise DamagedCatalogError(f"the file is gone ({e})") from e
-        if facts.st_ino != self._inode or facts.st_size < self._used:
-            raise DamagedCatalogError(f"the file was replaced, or has {facts.st_size} bytes and needs {self._used}")
+        if facts.st_size < self._used:
+            raise DamagedCatalogError(f"the file has {facts.st_size} bytes, and {self._used} are in use")
+        if facts.st_ino != self._inode:  # which some network file systems change by themselves: then look into it
+            if _newest(self.path) != (self._used, self._transaction):
+                raise DamagedCatalogError("the file was replaced by another one")
+            self._inode = facts.st_ino
 
 
 def _put_sorted(txn: lmdb.Transaction, db: Any, items: Iterable[tuple[int, bytes]]) -> None:
@@ -333,6 +338,11 @@ def used_nbytes(path: Path) -> int:
 
     DamagedCatalogError where the file is no LMDB file, or shorter than that (LMDB would die of SIGBUS). OSError.
     """
+    return _newest(path)[0]
+
+
+def _newest(path: Path) -> tuple[int, int]:
+    """As `used_nbytes`, and the number of the transaction that wrote the newest meta page."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -345,10 +355,10 @@ def used_nbytes(path: Path) -> int:
         os.close(fd)
     if any(meta[0] != page for meta in metas):
         raise DamagedCatalogError("the meta pages differ in page size")
-    _, last, _ = max(metas, key=lambda meta: meta[2])
+    _, last, transaction = max(metas, key=lambda meta: meta[2])
     if size < (last + 1) * page:
         raise DamagedCatalogError(f"the file has {size} bytes, its meta page speaks of {(last + 1) * page}")
-    return (last + 1) * page
+    return (last + 1) * page, transaction
 
 
 def _meta(raw: bytes) -> tuple[int, int, int]:
