@@ -70,10 +70,11 @@ FAMILIES: tuple[Family, ...] = (
         "nvme",
         "Bytes to and from NVMe",
         "2 GiB in one load into the caller's rows, every block verified, its slots scattered over the file; "
-        "and 2 GiB flushed from DRAM until they are synced and claimed. Depth is the number of I/O threads. "
-        "fio reads the very same file in random order, and writes one of the same size that was written "
-        "before, in order, with as many fdatasyncs as the flush had commits. fio's start is not counted; its "
-        "buffers are of small pages, while the cache asks for huge ones.",
+        "and 2 GiB flushed from DRAM, where nothing was written before, until they are synced and claimed. "
+        "Depth is the number of I/O threads. fio reads the very same file in random order, and writes one of "
+        "the same size that was written before, in order, with as many fdatasyncs as the flush had commits. "
+        "fio's start is not counted. The cache writes neighbouring blocks in pieces of up to 1 MiB, fio block "
+        "by block.",
         "lines",
         "depth",
         _SHARE,

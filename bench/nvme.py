@@ -89,6 +89,7 @@ class Writer:
             self.payload.stamp(rows, self.round, begin)
             ticket = self.cache.store(self.ids[: (begin + len(rows)) * BLOCK_TOKENS], rows, start=begin)
             assert ticket.wait(_WAIT_S) and ticket.stored == len(rows), ticket
+        assert self.cache.stats().tiers[-1].held == 0, "something was written before the clock ran"
 
     def flush(self, _: object) -> bool:
         """The work: all of it on NVMe, synced and claimed."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.families import FAMILIES, Family
+from bench.rows import ROWS
 
 __all__ = ["DOC", "PICTURES", "main", "markdown", "newest"]
 
@@ -72,8 +73,10 @@ def markdown(results: dict[str, Any], name: str) -> str:
     missing = verdict["skipped"] | dict.fromkeys(verdict["failed"], "failed")
     if missing:
         lines += ["Not measured:", "", *(f"- {test}: {why}" for test, why in missing.items()), ""]
+    order = {row.id: place for place, row in enumerate(ROWS)}
+    found = sorted(results["rows"], key=lambda row: order.get(row["id"], len(order)))
     for family in FAMILIES:
-        rows = [row for row in results["rows"] if row["family"] == family.name]
+        rows = [row for row in found if row["family"] == family.name]
         if rows:
             lines += _section(family, rows)
     return "\n".join(lines)
@@ -132,7 +135,8 @@ def _notes(rows: list[dict[str, Any]]) -> list[str]:
             )
     if any(len(row["references_s"]) > 1 for row in rows):
         chosen = ", ".join(f"{row['id'].partition('/')[2]}: {row['chosen'].removeprefix('fio ')}" for row in rows)
-        notes.append(f"The better engine was {chosen}.")
+        buffers = rows[0]["facts"].get("fio_buffers", "small pages, which halves its speed at 2 MiB")
+        notes.append(f"The better engine was {chosen}. Its buffers: {buffers}.")
     return [*notes, ""] if notes else []
 
 

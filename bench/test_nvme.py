@@ -53,6 +53,7 @@ def test_verified_read(depth: int, reader: Reader, pairs: Pairs, scale: Scale) -
             pairs=scale.pick(5, 5, 1),
             warmup=scale.pick(1, 1, 0),
             nbytes=total,
+            fio_buffers=fio.BUFFERS,
         )
 
 
@@ -82,6 +83,7 @@ def test_durable_write(
         pairs=scale.pick(5, 5, 1),
         warmup=scale.pick(1, 1, 0),
         nbytes=total_nbytes,
+        fio_buffers=fio.BUFFERS,
         syncs=writer.commits,
     )
     assert writer.flush(None)
