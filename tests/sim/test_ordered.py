@@ -33,13 +33,16 @@ class Rig:
         self.sent: list[MoverMessage] = []
         self.load_of: dict[int, int] = {}
         self.follows: dict[int, list[CopyJob]] = {}
+        self.followed = threading.Event()
         self.delivery.bind(self._apply)
         self.delivery.connect(lambda number: self.load_of[number], self.sent.extend)
 
     def _apply(self, message: PlannerMessage) -> None:
         number = getattr(message, "job", 0)
         self.applied.append(number if isinstance(message, JobResult) else message)
-        self.delivery.submitted(self.follows.pop(number, []))
+        self.delivery.submitted(self.follows.get(number, []))
+        if self.follows.pop(number, None):
+            self.followed.set()
 
     def issue(self, *jobs: CopyJob, answer: bool = True) -> None:
         self.delivery.submitted(jobs)
@@ -93,9 +96,10 @@ def test_a_job_that_continues_a_load_belongs_to_the_loads_step() -> None:
     rig.delivery.begin(2, 2.0)
 
     def later() -> None:
+        assert rig.followed.wait(5.0)
         rig.answer(3, 4)
 
-    thread = threading.Timer(0.01, later)
+    thread = threading.Thread(target=later)
     rig.delivery._wait_s = 5.0
     thread.start()
     rig.delivery.deliver(0)
