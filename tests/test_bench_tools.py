@@ -148,7 +148,7 @@ def test_rows_have_names_of_their_own_and_limits_as_asked():
     assert len({each.id for each in ROWS}) == len(ROWS)
     limits = {each.id: each.target for each in ROWS if each.target is not None}
     assert limits["lookup/1"] == 5 and limits["lookup/8192"] == 250 and limits["lookup/absent"] == 1
-    assert limits["commit/promote"] == 0.02 and limits["memory/trace"] == 250
+    assert limits["commit/out"] == 0.02 and limits["memory/trace"] == 250
     assert limits["dram/store/262144"] == 0.85 and limits["dram/load/2097152"] == 0.9
     assert limits["nvme/read/262144/16"] == limits["nvme/write/2097152/16"] == 0.8
     assert row("reopen/1000000/clean").target == 6 and row("threads/store/8").target == 0.9

@@ -143,8 +143,9 @@ class TieredKVCache:
         if stack is None or not self.loads_enabled:
             return Match(0, 0, {}, 0, 0 if prompt.token_count else None, 0.0, b"", size, self._epoch)
         planner, tail = stack.planner, prompt.tail if prompt.raw else b""
-        # Nothing begins like this prompt: it need not be encoded to the end to be told so.
-        symbols = prompt.symbols if planner.begins(prompt.first) else prompt.first
+        symbols = prompt.first
+        if planner.begins(symbols):  # else it need not be encoded to the end to be told so
+            symbols = prompt.symbols
         found = planner.lookup(symbols, prompt.n, self._link.clock(), tail, again)
         return match_of(found, prompt, symbols, stack.specs, planner.epoch)
 

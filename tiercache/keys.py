@@ -248,7 +248,8 @@ def _hash_symbols(symbols: bytes, width: int, extras: list[str | bytes | None]) 
 def _token_ids(tokens: Tokens) -> NDArray[np.int32]:
     """Checked ids as a little-endian int32 array `[count]`; a view of the caller's where it is one already."""
     if isinstance(tokens, np.ndarray):
-        return _from_array(tokens)
+        plain = tokens.dtype == _WORD and tokens.ndim == 1 and tokens.flags.c_contiguous
+        return tokens if plain else _from_array(tokens)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tokens, torch.Tensor):
         if tokens.is_floating_point() or tokens.is_complex():

@@ -120,7 +120,7 @@ class Planner:
             state.totals.found_blocks += blocks
             if walk.path and walk.blocks < n:
                 walk.path.nodes[-1].exits += 1
-        return Found(blocks, by_level, pending, walk.words, self._estimate(by_level))
+        return Found(blocks, by_level, pending, walk.words, self._estimate(by_level) if blocks else 0.0)
 
     def _reach(self, path: Path) -> tuple[int, int, tuple[int, ...]]:
         """Leading readable blocks of a path, blocks in flight after those, and the levels they come from."""
