@@ -30,7 +30,7 @@ from tiercache.layout import CallerRows, KVLayout, Namespace
 from tiercache.lifetime import close_later, forget_forks, watch_forks
 from tiercache.link import Link
 from tiercache.loaded import Loaded, LoadFuture, release_result
-from tiercache.match import Match, Pin, Ticket, diverged_at, match_of
+from tiercache.match import Match, Pin, Ticket, diverged_at, match_of, no_match
 from tiercache.planner import Explanation
 from tiercache.stats import CacheStats, collect
 from tiercache.types import Slots
@@ -139,9 +139,8 @@ class TieredKVCache:
 
     def _lookup(self, stack: Stack | None, prompt: Prompt, again: bool = False) -> Match:
         """Under the planner's lock. `again`: the same lookup after a wait, counted once."""
-        size = self.settings.block_tokens
         if stack is None or not self.loads_enabled:
-            return Match(0, 0, {}, 0, 0 if prompt.token_count else None, 0.0, b"", size, self._epoch)
+            return no_match(prompt, self._epoch)
         planner, tail = stack.planner, prompt.tail if prompt.raw else b""
         symbols = prompt.first
         if planner.begins(symbols):  # else it need not be encoded to the end to be told so

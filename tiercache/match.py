@@ -12,7 +12,7 @@ from tiercache.mover.threads import is_worker_thread
 from tiercache.planner import Found
 from tiercache.types import LevelSpec, Slots
 
-__all__ = ["Match", "Pin", "Ticket", "diverged_at", "match_of"]
+__all__ = ["Match", "Pin", "Ticket", "diverged_at", "match_of", "no_match"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +103,11 @@ class Pin:
         """For the cache: what is held, once."""
         held, self._held = self._held, []
         return held
+
+
+def no_match(prompt: Prompt, epoch: bytes) -> Match:
+    """Nothing is cached, or nobody may say so."""
+    return Match(0, 0, {}, 0, 0 if prompt.token_count else None, 0.0, b"", prompt.block_tokens, epoch)
 
 
 def match_of(found: Found, prompt: Prompt, symbols: bytes, specs: Sequence[LevelSpec], epoch: bytes) -> Match:
