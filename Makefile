@@ -14,7 +14,7 @@ help:
 	@echo "make bench      all benchmarks, about 12 minutes; QUICK=1: a few minutes; SMOKE=1: do they run?"
 	@echo "make bench-peers  tiercache and its peers in one run, about 10 minutes, and the first time to build (ARGS=--help)"
 	@echo "make soak       10 minutes at 100 % full with faults: nothing may grow (SOAK_S=seconds)"
-	@echo "make campaign   10,000 power cuts (about five minutes on two quiet cores)"
+	@echo "make campaign   10,000 power cuts (about four minutes on two quiet cores)"
 	@echo "make bench-report  docs/benchmarks.md and its pictures, from the newest results"
 	@echo "make planted-faults  take each protection out on purpose: the tests must notice (minutes)"
 	@echo "make lint       ruff: lint and format"
