@@ -87,11 +87,10 @@ class Loads:
             n = 0
         if not endpoint and not state.online(0):
             n = 0
-        with state.keep(gathered):
-            if endpoint:
-                load = self._to_caller(path, gathered, best, n, endpoint)
-            else:
-                load = self._to_level(path, gathered, best, n)
+        if endpoint:
+            load = self._to_caller(path, gathered, best, n, endpoint)
+        else:
+            load = self._to_level(path, gathered, best, n)
         state.totals.loads += 1
         state.totals.loads_cut += int(load.blocks < want)
         counts = np.bincount(best[: load.blocks], minlength=residency.levels)
@@ -111,7 +110,8 @@ class Loads:
         n = state.may_hold(0, gathered[0, :n])
         need = np.flatnonzero(gathered[0, :n] < 0)
         if len(need):
-            got = self.demotion.make_room(0, len(need))
+            with state.keep(gathered):
+                got = self.demotion.make_room(0, len(need))
             if got < len(need):
                 n = int(need[got])
                 need = need[:got]
@@ -155,7 +155,9 @@ class Loads:
         if last > 0 and state.specs[last].persistent and state.online(upper):
             wanted = np.flatnonzero((best[:n] == last) & (gathered[upper, :n] < 0))
             wanted = wanted[: state.job_room(CALLER, upper)]
-            wanted = wanted[: self.demotion.room.free(upper, len(wanted))]
+            if len(wanted):
+                with state.keep(gathered):
+                    wanted = wanted[: self.demotion.room.free(upper, len(wanted))]
             if len(wanted):
                 also_rows[wanted] = residency.tables[upper].take(len(wanted))
                 self._place(path, wanted, also_rows[wanted], upper)
