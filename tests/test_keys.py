@@ -148,7 +148,7 @@ def test_ids_outside_int32_are_refused_by_index_and_value(bad: int) -> None:
         kinds.append(np.array(tokens, dtype=np.int32))
     for kind in kinds:
         with pytest.raises(ValueError, match=rf"tokens\[3\] = {bad}:"):
-            _ = encode_prompt(kind, 2).symbols
+            encode_prompt(kind, 2).check_ids()
 
 
 def test_more_ids_outside_int32() -> None:

@@ -154,7 +154,7 @@ class TieredKVCache:
 
     def explain(self, tokens: Tokens, extra: Extra | None = None) -> Explanation:
         """Where the blocks of a prompt are, and where prompts leave the cached path. For people; mutates nothing."""
-        prompt = encode_prompt(tokens, self.settings.block_tokens, extra)
+        prompt = encode_prompt(tokens, self.settings.block_tokens, extra).check_ids()
         with self._link.planning() as stack:
             if stack is None:
                 return Explanation(prompt.n, 0, 0 if prompt.token_count else None, ())
@@ -223,7 +223,7 @@ class TieredKVCache:
         The first store fixes the layout; another shape or dtype later is a LayoutError. What finds no room is cut
         short and told by the ticket, never waited for.
         """
-        prompt = encode_prompt(tokens, self.settings.block_tokens, extra, partial_tail)
+        prompt = encode_prompt(tokens, self.settings.block_tokens, extra, partial_tail).check_ids()
         symbols = prompt.symbols
         self._link.check_open()
         layout = self.layout or KVLayout.of(blocks)
@@ -267,7 +267,7 @@ class TieredKVCache:
 
     def release(self, tokens: Tokens, extra: Extra | None = None) -> int:
         """Hint: this conversation ended. What only its path uses leaves first. Returns how many blocks that is."""
-        prompt = encode_prompt(tokens, self.settings.block_tokens, extra)
+        prompt = encode_prompt(tokens, self.settings.block_tokens, extra).check_ids()
         with self._link.planning() as stack:
             return 0 if stack is None else stack.planner.release(prompt.symbols, prompt.n, self._link.clock())
 
@@ -293,7 +293,7 @@ class TieredKVCache:
         Returns the blocks dropped, once no crash can bring them back; NotDurableError where that took longer than
         `timeout` seconds (they are gone in this process then). WorkerThreadError on the cache's own threads.
         """
-        prompt = encode_prompt(prefix, self.settings.block_tokens, extra)
+        prompt = encode_prompt(prefix, self.settings.block_tokens, extra).check_ids()
         self._link.refuse_worker("invalidate")
         with self._link.planning() as stack:
             if stack is None or (prompt.n == 0 and prompt.token_count):

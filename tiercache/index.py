@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sortedcontainers import SortedList
 
+from tiercache.keys import INT32_MIN
 from tiercache.slots import SlotTable
 from tiercache.types import Floats, Idents, Uses
 
@@ -49,9 +50,11 @@ class Node:
         "order",
         "parent",
         "partial",
+        "plain",
         "run",
         "slots",
         "uses",
+        "whole",
     )
 
     def __init__(
@@ -64,6 +67,7 @@ class Node:
         slots: NDArray[np.int32],
         last_use: Floats,
         uses: Uses,
+        plain: bool,
     ) -> None:
         n, levels = len(slots), slots.shape[1]
         self.id = node_id
@@ -84,6 +88,10 @@ class Node:
         """Blocks of this run that have a slot, per level."""
         self.kids = [0] * levels
         """Children in whose subtree some block has a slot, per level."""
+        self.whole: bool | None = None
+        """Has every block a readable copy in level 0? None: to be looked up (`Residency.is_whole`)."""
+        self.plain = plain
+        """No word of the run is INT32_MIN, which hashed and padded symbols have and token ids are not."""
         self.partial = False
         """The last block is a partial tail: matches whole only, has no children, is never demoted."""
         self.exits = 0
@@ -139,6 +147,10 @@ class Path:
         """Another path over the same nodes."""
         return Path(self.nodes.copy(), self.take)
 
+    def is_plain(self) -> bool:
+        """No symbol on it has a word INT32_MIN."""
+        return not self.nodes or all(map(attrgetter("plain"), self.nodes))
+
     def idents(self) -> Idents:
         """Ident per block (a copy)."""
         return _joined([node.idents for node in self.nodes], self.take, np.uint64)
@@ -179,7 +191,7 @@ class PrefixIndex:
         self.nodes: dict[int, Node] = {}
         self._next_id = 0
         self._free_ids: list[int] = []
-        self.root = Node(-1, None, 0, b"", np.zeros(0, dtype=np.uint64), *_unused(0, len(tables)))
+        self.root = Node(-1, None, 0, b"", np.zeros(0, dtype=np.uint64), *_unused(0, len(tables)), True)
         self.blocks = 0
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -246,7 +258,8 @@ class PrefixIndex:
                 path.nodes[-1] = parent
             if not parent.children and not parent.partial and parent.n + len(idents) <= _APPEND_LIMIT:
                 return parent, self._append(parent, symbols, idents, partial)
-        node = self._new_node(parent, parent.depth + parent.n, symbols, idents, *_unused(len(idents), len(self.tables)))
+        unused = _unused(len(idents), len(self.tables))
+        node = self._new_node(parent, parent.depth + parent.n, symbols, idents, *unused, _is_plain(symbols))
         node.partial = partial
         self._adopt(parent, node)
         self.blocks += node.n
@@ -258,7 +271,8 @@ class PrefixIndex:
         width, parent = self.width, node.parent
         assert parent is not None
         arrays = (node.idents, node.slots, node.last_use, node.uses)
-        head = self._new_node(parent, node.depth, node.run[: at * width], *(each[:at].copy() for each in arrays))
+        copies = (each[:at].copy() for each in arrays)
+        head = self._new_node(parent, node.depth, node.run[: at * width], *copies, node.plain)
         first = head.run[:width]
         del parent.children[first]  # and not only its value: the key of a single block is its run
         parent.children[first] = head
@@ -267,6 +281,7 @@ class PrefixIndex:
         node.idents, node.slots = node.idents[at:].copy(), node.slots[at:].copy()
         node.last_use, node.uses = node.last_use[at:].copy(), node.uses[at:].copy()
         node.depth += at
+        node.whole = None
         node.parent = head
         head.children = {node.run[:width]: node}
         for level, table in enumerate(self.tables):
@@ -291,7 +306,7 @@ class PrefixIndex:
         if keep == node.n:
             return False
         self.blocks -= node.n - keep
-        node.n, node.partial = keep, False
+        node.n, node.partial, node.whole = keep, False, None
         if keep == 0:
             self._remove(node)
             return True
@@ -304,10 +319,17 @@ class PrefixIndex:
         return False
 
     def attach_run(
-        self, parent: Node, symbols: bytes, idents: Idents, slots: NDArray[np.int32], last_use: Floats, uses: Uses
+        self,
+        parent: Node,
+        symbols: bytes,
+        idents: Idents,
+        slots: NDArray[np.int32],
+        last_use: Floats,
+        uses: Uses,
+        plain: bool,
     ) -> Node:
         """Add a run with all its arrays, which the node keeps, as a child of `parent` (recovery: runs are maximal)."""
-        node = self._new_node(parent, parent.depth + parent.n, symbols, idents, slots, last_use, uses)
+        node = self._new_node(parent, parent.depth + parent.n, symbols, idents, slots, last_use, uses, plain)
         self._adopt(parent, node)
         self.blocks += node.n
         return node
@@ -324,6 +346,8 @@ class PrefixIndex:
         node.uses = np.concatenate((node.uses, uses))
         node.n = at + n
         node.partial = partial
+        node.plain = node.plain and _is_plain(symbols)
+        node.whole = None
         self.blocks += n
         return at
 
@@ -358,6 +382,11 @@ class PrefixIndex:
         del self.nodes[node.id]
         self._free_ids.append(node.id)
         node.parent = None
+
+
+def _is_plain(symbols: bytes) -> bool:
+    """No word of these is INT32_MIN."""
+    return int(np.frombuffer(symbols, dtype=np.int32).min()) != INT32_MIN
 
 
 def _unused(n: int, levels: int) -> tuple[NDArray[np.int32], Floats, Uses]:

@@ -76,22 +76,25 @@ class Prompt:
     block_tokens: int
     raw: bool
     """No symbol is hashed."""
-    _ids: NDArray[np.int32] | None = field(repr=False)
-    """All tokens, maybe the caller's own array; None once the symbols are made."""
-    _symbols: bytes = field(repr=False)
+    _ids: NDArray[np.int32] = field(repr=False)
+    """All tokens, maybe the caller's own array."""
+    _symbols: bytes | None = field(default=None, repr=False)
 
     @property
     def symbols(self) -> bytes:
         """n symbols of `symbol_nbytes` each, side by side. The caller's array must not change before the first call.
 
-        ValueError where an id is INT32_MIN: an int32 array is looked at here, and no earlier.
+        `check_ids` comes before any use in which an id INT32_MIN could pass for part of another kind of symbol.
         """
-        if self._ids is not None:
-            if len(self._ids) and self._ids.min() == INT32_MIN:
-                raise ValueError(_outside(int(self._ids.argmin()), INT32_MIN))
+        if self._symbols is None:
             self._symbols = _raw_symbols(self._ids[: self.tokens], self.n, self.block_tokens, self.symbol_nbytes)
-            self._ids = None
         return self._symbols
+
+    def check_ids(self) -> Prompt:
+        """ValueError where an id is INT32_MIN, which only an int32 array can still have here. Returns the prompt."""
+        if len(self._ids) and self._ids.min() == INT32_MIN:
+            raise ValueError(_outside(int(self._ids.argmin()), INT32_MIN))
+        return self
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Prompt):
@@ -102,8 +105,8 @@ class Prompt:
     @property
     def first(self) -> bytes:
         """The first symbol, without making or checking any; empty where there is none."""
-        if self._ids is None or self.n == 0:
-            return self._symbols[: self.symbol_nbytes]
+        if self._symbols is not None or self.n == 0:
+            return (self._symbols or b"")[: self.symbol_nbytes]
         ids = self._ids[: min(self.tokens, self.block_tokens)]
         return _raw_symbols(ids, 1, self.block_tokens, self.symbol_nbytes)
 
@@ -131,11 +134,11 @@ def encode_prompt(tokens: Tokens, block_tokens: int, extra: Extra | None = None,
     `extra`: one value for every block, or a sequence with one value per symbol, None leaving that block raw. A str and
     the bytes of the same text are different values, and the empty ones are values too.
 
-    ValueError: tokens that are not 1-D, an id outside int32 or equal to INT32_MIN (in an int32 array: when the symbols
-    are made), a sequence of the wrong length.
+    ValueError: tokens that are not 1-D, an id outside int32 or equal to INT32_MIN (in an int32 array without extra: see
+    `Prompt.check_ids`), a sequence of the wrong length.
     TypeError: tokens or extra of another type, bools and floats included. Both name the offending index and value.
-    Nothing is mutated. An int32 array with `block_tokens` of at least 9 costs nothing here, and one vectorised check
-    and one copy when its symbols are asked for.
+    Nothing is mutated. An int32 array with `block_tokens` of at least 9 costs nothing here, and one copy when its
+    symbols are asked for.
     """
     symbol_nbytes(block_tokens)  # ValueError for what is no block size
     ids = _token_ids(tokens)
@@ -146,9 +149,9 @@ def encode_prompt(tokens: Tokens, block_tokens: int, extra: Extra | None = None,
     tail = b"" if covered == count else ids[covered:].tobytes()
     extras = _extras(extra, n)
     raw = extras is None or all(value is None for value in extras)
-    prompt = Prompt(n, covered, tail, covered % block_tokens != 0, block_tokens, raw, ids, b"")
+    prompt = Prompt(n, covered, tail, covered % block_tokens != 0, block_tokens, raw, ids)
     if extras is not None and not raw:
-        prompt._symbols, prompt._ids = _hash_symbols(prompt.symbols, symbol_nbytes(block_tokens), extras), None
+        prompt._symbols = _hash_symbols(prompt.check_ids().symbols, symbol_nbytes(block_tokens), extras)
     return prompt
 
 
@@ -267,7 +270,7 @@ def _from_array(tokens: NDArray[Any]) -> NDArray[np.int32]:
         raise TypeError(f"tokens are {tokens.dtype}{_first_of(tokens.flatten().tolist())}: integer ids are needed")
     if tokens.ndim != 1:
         raise ValueError(f"tokens have shape {tokens.shape}: one axis is needed")
-    narrow = np.can_cast(tokens.dtype, _WORD)  # then only INT32_MIN can be wrong, which `symbols` looks for
+    narrow = np.can_cast(tokens.dtype, _WORD)  # then only INT32_MIN can be wrong, which `check_ids` looks for
     if not narrow and len(tokens) and (int(tokens.min()) <= INT32_MIN or int(tokens.max()) > INT32_MAX):
         wide = tokens.astype(object)
         i = next(i for i, value in enumerate(wide) if not INT32_MIN < value <= INT32_MAX)

@@ -20,6 +20,7 @@ from tiercache.errors import CacheClosedError, WorkerThreadError
 from tiercache.loaded import Loaded, LoadFuture
 from tiercache.match import Match, Ticket
 from tiercache.mover import is_worker_thread
+from tiercache.patience import PatientLock
 from tiercache.planner import Load, StorePlan
 from tiercache.types import PlannerMessage
 
@@ -35,8 +36,8 @@ class Link:
     def __init__(self, clock: Callable[[], float], delivery: Delivery) -> None:
         self.clock = clock
         self.delivery = delivery
-        self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
+        self.lock = PatientLock()
+        self.changed = threading.Condition(self.lock)  # type: ignore[arg-type]  # it needs acquire and release
         """Notified whenever a message of the mover, or the end of a hold, took effect."""
         self.stack: Stack | None = None
         """None until the layout of a block is known."""

@@ -111,7 +111,10 @@ def no_match(prompt: Prompt, epoch: bytes) -> Match:
 
 
 def match_of(found: Found, prompt: Prompt, symbols: bytes, specs: Sequence[LevelSpec], epoch: bytes) -> Match:
-    """What the planner found of a prompt, in the caller's terms."""
+    """What the planner found of a prompt, in the caller's terms. ValueError where an id could have passed for another
+    kind of symbol."""
+    if not found.plain:
+        prompt.check_ids()
     by_tier = {spec.name: count for spec, count in zip(specs, found.by_level, strict=True)}
     tokens, diverged = min(found.blocks * prompt.block_tokens, prompt.tokens), diverged_at(prompt, found.words)
     size = prompt.block_tokens

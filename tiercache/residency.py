@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.index import ABSENT, Node, Path, PrefixIndex
+from tiercache.keys import INT32_MIN
 from tiercache.slots import FREE, NO_OWNER, RESIDENT, SlotTable
 from tiercache.types import Bools, Floats, Idents, LevelSpec, Slots, Uses
 
@@ -70,6 +71,7 @@ class Residency:
     def _count(self, node: Node, level: int, change: int) -> None:
         """Adjust `held`, and `kids` up the path as far as a subtree starts or stops having blocks in `level`."""
         self.stale[node] = None
+        node.whole = None
         before = node.held[level] > 0 or node.kids[level] > 0
         node.held[level] += change
         after = node.held[level] > 0 or node.kids[level] > 0
@@ -110,6 +112,8 @@ class Residency:
         rows = np.full((len(slots), self.levels), ABSENT, dtype=np.int32)
         rows[:, level] = slots
         idents, last_use, uses = arrays
+        words = np.frombuffer(symbols, dtype=np.int32).reshape(len(slots), -1).min(axis=1)
+        plain = (np.minimum.reduceat(words, bounds[:-1]) != INT32_MIN).tolist()
         nodes: list[Node] = []
         for i, above in enumerate(parents):
             begin, end = bounds[i], bounds[i + 1]
@@ -122,6 +126,7 @@ class Residency:
                 rows[part].copy(),
                 last_use[part].copy(),
                 uses[part].copy(),
+                plain[i],
             )
             node.held[level] = node.n
             parent.kids[level] += 1
@@ -160,13 +165,22 @@ class Residency:
 
     def mark_stale(self, level: int, slots: Slots) -> None:
         """The owners of these slots may have to be filed anew."""
+        self.stale.update((node, None) for node in self.owners(level, slots))
+
+    def owners(self, level: int, slots: Slots) -> list[Node]:
+        """The nodes that own these slots, each at least once."""
         owners = self.tables[level].owner[slots]
         if len(owners) == 0:
-            return
+            return []
         others = owners[1:][owners[1:] != owners[:-1]]  # slots come run by run: the first of each is enough
-        for owner in (int(owners[0]), *others.tolist()):
-            if owner != NO_OWNER:
-                self.stale[self.index.nodes[owner]] = None
+        nodes = self.index.nodes
+        return [nodes[owner] for owner in (int(owners[0]), *others.tolist()) if owner != NO_OWNER]
+
+    def set_state(self, level: int, slots: Slots, state: np.uint8) -> None:
+        """These slots, which nodes own, are in another state now."""
+        self.tables[level].state[slots] = state
+        for node in self.owners(level, slots):
+            node.whole = None
 
     def pin(self, level: int, slots: Slots) -> None:
         """One more user of these slots."""
@@ -188,9 +202,13 @@ class Residency:
             states[level] = np.where(row >= 0, table.state[row], FREE)
         return states
 
-    def all_readable(self, level: int, row: NDArray[np.int32]) -> bool:
-        """Has every block of a gathered path (at least one) a readable copy in this level?"""
-        return int(row.min()) >= 0 and bool((self.tables[level].state.take(row) == RESIDENT).all())
+    def is_whole(self, node: Node) -> bool:
+        """Has every block of this run a readable copy in level 0? Remembered until a slot of it changes, so that most
+        lookups need no array but the prompt's own."""
+        if node.whole is None:
+            row = node.slots[:, 0]
+            node.whole = bool((row >= 0).all() and (self.tables[0].state[row] == RESIDENT).all())
+        return node.whole
 
     def best_level(self, states: NDArray[np.uint8], online: Sequence[bool]) -> NDArray[np.int8]:
         """Fastest online level with a readable copy per block, -1: none."""

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercache import DRAM, KVLayout, TieredKVCache
-from tiercache.keys import INT32_MIN
+from tiercache.keys import INT32_MIN, encode_prompt
 
 
 def test_the_example_of_the_design(tmp_path):
@@ -84,17 +84,34 @@ def test_tokens_that_are_none_are_refused():
             cache.lookup(np.zeros((2, 4), dtype=np.int32))
 
 
-def test_an_array_with_an_id_that_is_none_finds_nothing_and_is_never_stored():
-    tokens, wrong = prompt(1, 2), np.full(4, INT32_MIN, dtype=np.int32)
-    with open_cache(None) as cache:
-        store(cache, tokens)
-        bad = np.concatenate([tokens, wrong]).astype(np.int32)
-        with pytest.raises(ValueError, match=rf"tokens\[8\] = {INT32_MIN}: ids must be above"):
-            cache.lookup(bad)
-        with pytest.raises(ValueError, match="ids must be above"):
-            cache.store(bad, blocks_of(prompt(1, 2, 3)))
-        assert cache.lookup(np.concatenate([prompt(9), wrong]).astype(np.int32)).blocks == 0  # not looked at so far
+def rows(n):
+    return np.zeros((n, 8), np.float16)
+
+
+def test_an_array_with_an_id_that_is_none_finds_what_comes_before_it_and_is_never_stored():
+    tokens = np.arange(32, dtype=np.int32)
+    bad = np.concatenate([tokens, np.full(16, INT32_MIN, dtype=np.int32)])
+    with TieredKVCache([DRAM("1MiB")]) as cache:
+        assert cache.store(tokens, rows(2)).wait(WAIT_S)
+        assert cache.lookup(bad).blocks == 2
+        for verb in (lambda: cache.store(bad, rows(3)), lambda: cache.release(bad), lambda: cache.invalidate(bad)):
+            with pytest.raises(ValueError, match=rf"tokens\[32\] = {INT32_MIN}: ids must be above"):
+                verb()
         assert cache.lookup(tokens).blocks == 2 and cache.check() == []
+
+
+def test_an_id_that_is_none_never_passes_for_a_part_of_a_hashed_or_padded_symbol():
+    tokens = np.arange(32, dtype=np.int32)
+    with TieredKVCache([DRAM("1MiB")]) as cache:
+        assert cache.store(tokens, rows(2), extra="tenant").wait(WAIT_S)
+        assert cache.store(tokens[:20], rows(2), partial_tail=True).wait(WAIT_S)
+        hashed = encode_prompt(tokens, 16, extra="tenant").symbols
+        padded = encode_prompt(tokens[:20], 16, partial_tail=True).symbols
+        for symbols in (hashed, padded):
+            with pytest.raises(ValueError, match="ids must be above"):
+                cache.lookup(np.frombuffer(symbols, dtype=np.int32).copy())
+        assert cache.lookup(tokens).blocks == 1 and cache.lookup(tokens, extra="tenant").blocks == 2
+        assert cache.check() == []
 
 
 def test_a_match_says_where_the_blocks_are(tmp_path):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tiercache.index import Node
+from tiercache.keys import INT32_MIN
 from tiercache.planner.loads import Loads
 from tiercache.planner.state import PlannerState
 from tiercache.slots import BAD, DETACHED, FREE, LOST, NO_OWNER, RESIDENT, WRITING, SlotState
@@ -109,6 +110,12 @@ def _check_tree(state: PlannerState) -> Iterator[str]:
             owned = row[row >= 0]
             if (state.residency.tables[level].owner[owned] != node_id).any():
                 yield f"node {node_id}: a slot of level {level} names another owner"
+        row = node.slots[:, 0]
+        whole = bool((row >= 0).all() and (state.residency.tables[0].state[row] == RESIDENT).all())
+        if node.whole is not None and node.whole != whole:
+            yield f"node {node_id}: whole in level 0 is {whole}, remembered is {node.whole}"
+        if node.plain and (np.frombuffer(node.run, dtype=np.int32) == INT32_MIN).any():
+            yield f"node {node_id} is not plain: it has a word INT32_MIN"
     if blocks != index.blocks:
         yield f"the index counts {index.blocks} blocks and has {blocks}"
 

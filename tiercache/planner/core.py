@@ -46,6 +46,8 @@ class Found:
     """Leading int32 words of the prompt that lie on some cached path."""
     load_s: float
     """Estimate from measured rates; 0 where nothing was measured yet."""
+    plain: bool
+    """No symbol on the path has INT32_MIN in it: so nothing else that equals it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +122,18 @@ class Planner:
             state.totals.found_blocks += blocks
             if walk.path and walk.blocks < n:
                 walk.path.nodes[-1].exits += 1
-        return Found(blocks, by_level, pending, walk.words, self._estimate(by_level) if blocks else 0.0)
+        load_s = self._estimate(by_level) if blocks else 0.0
+        return Found(blocks, by_level, pending, walk.words, load_s, walk.path.is_plain())
 
     def _reach(self, path: Path) -> tuple[int, int, tuple[int, ...]]:
         """Leading readable blocks of a path, blocks in flight after those, and the levels they come from."""
-        residency = self.state.residency
-        if not path:
+        residency, n = self.state.residency, path.blocks
+        if n == 0:
             return 0, 0, (0,) * residency.levels
-        gathered, online = residency.index.gather(path), self.state.online_levels()
-        n = gathered.shape[1]
-        if online[0] and residency.all_readable(0, gathered[0]):
+        online = self.state.online_levels()
+        if online[0] and all(map(residency.is_whole, path.nodes)):
             return n, 0, (n,) + (0,) * (residency.levels - 1)
-        states = residency.states(gathered)
+        states = residency.states(residency.index.gather(path))
         best = residency.best_level(states, online)
         missing = best < 0
         blocks = int(missing.argmax()) if missing.any() else n

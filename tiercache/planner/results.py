@@ -80,7 +80,7 @@ class Results:
         """Written slots become readable; the others lose their block."""
         table = self.state.residency.tables[level]
         waiting = table.state[slots] == WRITING
-        table.state[slots[waiting & ok]] = RESIDENT
+        self.state.residency.set_state(level, slots[waiting & ok], RESIDENT)
         self._fail(level, slots[waiting & ~ok])
 
     def _fail(self, level: int, slots: Slots) -> None:

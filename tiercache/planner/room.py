@@ -155,7 +155,7 @@ class Room:
             spare = np.asarray((node.slots[begin:end, others] >= 0).any(axis=1))
             if self.state.specs[level].persistent:
                 spare[:] = False
-            residency.tables[level].state[row[~spare]] = BAD
+            residency.set_state(level, row[~spare], BAD)
             residency.stale[node] = None
             self.lose_copies(level, row[spare])
 

@@ -172,7 +172,7 @@ class Writes:
             node, begin, end = piece.node, piece.begin, piece.begin + n
             if piece.rewrite:
                 slots = node.slots[begin:end, target].astype(np.int32)
-                table.state[slots] = WRITING
+                state.residency.set_state(target, slots, WRITING)
                 state.counters[target].healed += n
             else:
                 slots = table.take(n)
