@@ -123,14 +123,15 @@ class TieredKVCache:
 
         tokens: ids, 1-D (list, array or tensor; int32 arrays are fastest). extra: what else decides the KV (LoRA,
         salt, image), one value or one per block. partial_tail: also a last partial block (matches whole only).
-        ValueError or TypeError for ids that are none; leaves no trace but statistics.
+        ValueError or TypeError for ids that are none (an INT32_MIN in an int32 array may pass where nothing cached could
+        be taken for it); leaves no trace but statistics.
         """
         prompt = encode_prompt(tokens, self.settings.block_tokens, extra, partial_tail)
         link = self._link
         if deadline_s > 0:
             link.refuse_worker("lookup(deadline_s=)")
         until = time.monotonic() + deadline_s
-        with link.planning() as stack:
+        with link.planning(patiently=True) as stack:
             match = self._lookup(stack, prompt)
             while match.pending and (left := until - time.monotonic()) > 0:
                 link.wait_changed(left)

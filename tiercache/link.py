@@ -20,7 +20,7 @@ from tiercache.errors import CacheClosedError, WorkerThreadError
 from tiercache.loaded import Loaded, LoadFuture
 from tiercache.match import Match, Ticket
 from tiercache.mover import is_worker_thread
-from tiercache.patience import PatientLock
+from tiercache.patience import acquire_patiently
 from tiercache.planner import Load, StorePlan
 from tiercache.types import PlannerMessage
 
@@ -36,8 +36,8 @@ class Link:
     def __init__(self, clock: Callable[[], float], delivery: Delivery) -> None:
         self.clock = clock
         self.delivery = delivery
-        self.lock = PatientLock()
-        self.changed = threading.Condition(self.lock)  # type: ignore[arg-type]  # it needs acquire and release
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
         """Notified whenever a message of the mover, or the end of a hold, took effect."""
         self.stack: Stack | None = None
         """None until the layout of a block is known."""
@@ -54,10 +54,14 @@ class Link:
     # -- planner calls ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def planning(self) -> Iterator[Stack | None]:
+    def planning(self, patiently: bool = False) -> Iterator[Stack | None]:
         """The planner's lock; what was decided goes to the mover before it is released. CacheClosedError."""
         self.check_open()
-        with self.lock:
+        if patiently:
+            acquire_patiently(self.lock)
+        else:
+            self.lock.acquire()
+        try:
             self.check_open()
             self._drop_loads()
             stack = self.stack
@@ -66,6 +70,8 @@ class Link:
             finally:
                 if stack is not None:
                     self._hand_over(stack)
+        finally:
+            self.lock.release()
 
     def _hand_over(self, stack: Stack) -> None:
         messages = stack.planner.take_messages()
