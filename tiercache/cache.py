@@ -123,7 +123,7 @@ class TieredKVCache:
 
         tokens: ids, 1-D (list, array or tensor; int32 arrays are fastest). extra: what else decides the KV (LoRA,
         salt, image), one value or one per block. partial_tail: also a last partial block (matches whole only).
-        ValueError or TypeError for ids that are none (an INT32_MIN in an int32 array may pass where nothing cached could
+        ValueError or TypeError for ids that are none (INT32_MIN in an int32 array may pass where nothing cached could
         be taken for it); leaves no trace but statistics.
         """
         prompt = encode_prompt(tokens, self.settings.block_tokens, extra, partial_tail)
