@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from bench.fill import BLOCK_TOKENS, LONG_BLOCKS, Ids, branched, memory_cache, random_ids, tiered_cache
 from bench.pairs import Pairs
 from bench.rows import row
 from bench.scale import Scale
 from tiercache import Match, TieredKVCache
+from tiercache.keys import encode_prompt
 
 _BLOCK_NBYTES = 64
 _SMOKE_BLOCKS = 512
@@ -48,14 +50,25 @@ def test_hit_after_restart(place: Path, pairs: Pairs, scale: Scale) -> None:
 
 
 def measure(row_id: str, cache: TieredKVCache, ids: Ids, pairs: Pairs, scale: Scale) -> None:
-    """Look the whole prompt up, each time as a new array, against a compare of two new arrays of it."""
+    """Look the whole prompt up and gather its slots, each time as a new array, against a compare of two new arrays.
 
-    def check(match: Match) -> None:
+    The slots are gathered here, since a lookup needs them only where not everything is in the fastest tier.
+    """
+    assert cache.stack is not None
+    index, prompt = cache.stack.planner.state.residency.index, encode_prompt(ids, BLOCK_TOKENS)
+    path = index.walk(prompt.symbols, prompt.n).path
+
+    def look_up(fresh: tuple[Ids, Ids]) -> tuple[Match, NDArray[np.int32]]:
+        return cache.lookup(fresh[0]), index.gather(path)
+
+    def check(found: tuple[Match, NDArray[np.int32]]) -> None:
+        match, slots = found
         assert match.blocks == len(ids) // BLOCK_TOKENS and sum(match.by_tier.values()) == match.blocks
+        assert slots.shape[1] == match.blocks and (slots.max(axis=0) >= 0).all()
 
     pairs.run(
         row(row_id),
-        lambda fresh: cache.lookup(fresh[0]),
+        look_up,
         {"np.array_equal": lambda fresh: np.array_equal(*fresh)},
         fresh=lambda: (ids.copy(), ids.copy()),
         check=check,
