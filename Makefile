@@ -11,7 +11,7 @@ help:
 	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
 	@echo "make test       the test suite; COV=1: with branch coverage; HYPOTHESIS_PROFILE=nightly: other examples"
 	@echo "make test-slow  the tests marked slow (minutes)"
-	@echo "make bench      all benchmarks, about 12 minutes; QUICK=1: a few minutes; SMOKE=1: do they run?"
+	@echo "make bench      all benchmarks, about 8 minutes; QUICK=1: a few minutes; SMOKE=1: do they run?"
 	@echo "make bench-peers  tiercache and its peers in one run, about 10 minutes, and the first time to build (ARGS=--help)"
 	@echo "make soak       10 minutes at 100 % full with faults: nothing may grow (SOAK_S=seconds)"
 	@echo "make campaign   10,000 power cuts (about four minutes on two quiet cores)"

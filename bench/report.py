@@ -22,7 +22,7 @@ _HEAD = """# Benchmarks
 Written by `make bench-report` from `bench/results/{name}`. Do not edit.
 
 ```
-make bench           # everything, about 12 minutes; needs 8 GiB of disk and of memory, and fio for the NVMe rows
+make bench           # everything, about 8 minutes; needs 8 GiB of disk and of memory, and fio for the NVMe rows
 make bench QUICK=1   # a few minutes, smaller where that saves time
 make bench SMOKE=1   # does every benchmark run? tiny, nothing is judged
 make bench-report    # this page
