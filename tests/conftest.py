@@ -14,7 +14,7 @@ from hypothesis import settings
 pytest.register_assert_rewrite("cache_kit", "catalog_rig", "mover_kit", "planner_kit", "planner_steps", "sim_kit")
 
 # "ci" (default): the same examples every time, so that a red run is about the change. "nightly": new ones.
-settings.register_profile("ci", derandomize=True, database=None)
+settings.register_profile("ci", derandomize=True, database=None, print_blob=False)
 settings.register_profile("nightly", derandomize=False, max_examples=500, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
