@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from protocol import serve
 from standins import sglang_without_gpu
-from workload import census, drop_from_page_cache, memcpy_s, payload, places_in, prompt, timed
+from workload import census, drop_from_page_cache, memcpy_s, payload, places_in, prompt, sync, timed
 
 warnings.simplefilter("ignore")
 STANDINS = sglang_without_gpu()
@@ -53,7 +52,7 @@ class Driver:
             done = self._store(self.seed, self.blocks)
             if self.durable:
                 for path in [*Path(self.directory).iterdir(), Path(self.directory)]:
-                    _sync(path)
+                    sync(path)
             return done
 
         seconds, done = timed(store)
@@ -150,14 +149,6 @@ class Driver:
 
     def _hits(self, seed: int) -> int:
         return int(self.store.batch_exists(self._keys(seed)))
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from protocol import UnsupportedError, serve
 from standins import stand_in
-from workload import census, drop_from_page_cache, memcpy_s, others, payload, places_in, prompt, timed
+from workload import census, drop_from_page_cache, memcpy_s, others, payload, places_in, prompt, sync, timed
 
 STANDINS = stand_in("nvtx", "transformers", "cupy", "awscrt")
 
@@ -127,8 +127,8 @@ class Driver:
             self._wait_for_files()
             if self.durable:
                 for path in Path(self.directory).iterdir():
-                    _sync(path)
-                _sync(Path(self.directory))
+                    sync(path)
+                sync(Path(self.directory))
 
         seconds, _ = timed(store)
         assert self.engine.lookup(self.tokens) == len(self.tokens)
@@ -242,14 +242,6 @@ class Driver:
         seconds, mask = timed(lambda: self.engine.retrieve(self.tokens))
         counted = census(self.out, self.blocks, [bool(x) for x in mask.numpy()[:: self.chunk_tokens]])
         return {"s": seconds, "memcpy_s": memcpy_s(self.blocks, self.target), **counted}
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 if __name__ == "__main__":

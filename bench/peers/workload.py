@@ -22,6 +22,7 @@ __all__ = [
     "payload",
     "places_in",
     "prompt",
+    "sync",
     "timed",
 ]
 
@@ -76,6 +77,15 @@ def census(rows: Rows, expected: Rows, loaded: list[bool]) -> dict[str, int]:
         "wrong": sum(there and not r for r, there in zip(right, loaded, strict=True)),
         "missed": sum(not there for there in loaded),
     }
+
+
+def sync(path: Path) -> None:
+    """Make the content of a file, or the names in a directory, durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def drop_from_page_cache(directory: str) -> None:

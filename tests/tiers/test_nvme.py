@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tiercache.errors import ConfigError
 from tiercache.tiers.base import Rows
 from tiercache.tiers.fileio import OsFiles, aligned_rows
-from tiercache.tiers.nvme import NVMeTier
+from tiercache.tiers.nvme import NVMeTier, extents_for
 from tiercache.types import Slots
 
 
@@ -248,28 +248,26 @@ def test_too_little_space_names_the_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "slots-00.dat").stat().st_size == 8 * 4096
 
 
-def test_resize(tmp_path: Path) -> None:
+def test_another_capacity_appends_a_file_or_cuts_the_last(tmp_path: Path) -> None:
     tier = NVMeTier(tmp_path, 4096, 4)
     rows = noise(4, 4096)
     assert tier.write(np.arange(4, dtype=np.int32), rows).all()
-    tier.resize(10)
-    assert (tier.capacity, tier.extents) == (10, (4, 6))
+    tier.close()
+    larger = extents_for(10, (4,))
+    tier = NVMeTier(tmp_path, 4096, 10, extents=larger)
+    assert tier.extents == larger == (4, 6)
     more = noise(10, 4096, 1)
     more[:4] = rows
     assert tier.write(np.arange(4, 10, dtype=np.int32), more[4:]).all()
     read = np.zeros_like(more)
     assert tier.read(np.arange(10, dtype=np.int32), read).all() and np.array_equal(read, more)
-    tier.resize(2)
-    assert (tier.capacity, tier.extents) == (2, (2,))
+    tier.close()
+    tier = NVMeTier(tmp_path, 4096, 2, extents=extents_for(2, larger))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["slots-00.dat"]
     assert (tmp_path / "slots-00.dat").stat().st_size == 2 * 4096
     with pytest.raises(IndexError):
         tier.read(slots(2), noise(1, 4096))
-    with pytest.raises(ConfigError):
-        tier.resize(1 << 30)
-    assert tier.capacity == 2 and tier.read(slots(0, 1), read[:2]).all()
-    with pytest.raises(ValueError, match="at least 1"):
-        tier.resize(0)
+    assert tier.read(slots(0, 1), read[:2]).all() and np.array_equal(read[:2], rows[:2])
     tier.close()
 
 

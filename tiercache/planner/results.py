@@ -26,8 +26,6 @@ class Outcome:
     """A job whose result came, or that is overdue (0: none)."""
     ok: Bools | None = None
     """Its blocks, as far as the planner took them."""
-    returned: bool = False
-    """The job's memory is no longer touched (false: overdue)."""
 
 
 class Results:
@@ -64,7 +62,7 @@ class Results:
         elif job.kind == "store" and not flight.stale and state.write_after_s is not None:
             self._write_later(job.dst_slots[ok])
         loads = self.loads.came_back(flight, ok)
-        return Outcome(loads, job.id, ok, returned=True)
+        return Outcome(loads, job.id, ok)
 
     @staticmethod
     def _destinations(flight: Flight) -> list[tuple[int, Slots, Bools]]:

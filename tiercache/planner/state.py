@@ -329,9 +329,11 @@ class PlannerState:
         kept = [(level, row[row >= 0]) for level, row in enumerate(gathered.copy())]
         for level, slots in kept:
             self.residency.pin(level, slots)
-        yield
-        for level, slots in kept:
-            self.residency.unpin(level, slots)
+        try:
+            yield
+        finally:
+            for level, slots in kept:
+                self.residency.unpin(level, slots)
 
     # -- holds --------------------------------------------------------------------------------------------------
 

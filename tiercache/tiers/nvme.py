@@ -127,24 +127,6 @@ class NVMeTier:
         finally:
             self._leave()
 
-    def resize(self, capacity: int) -> None:
-        """Have `capacity` slots from now on. A larger one appends a file, a smaller one cuts what is past its end.
-
-        No transfer may be running. ConfigError where space is short; then nothing has changed.
-        """
-        if capacity < 1:
-            raise ValueError(f"capacity = {capacity}: at least 1")
-        old = self.capacity, self.extents
-        self.extents = extents_for(capacity, self.extents)
-        self.capacity = capacity
-        self._close_files()
-        try:
-            self._open_files()
-        except ConfigError:
-            self.capacity, self.extents = old
-            self._open_files()
-            raise
-
     def close(self) -> None:
         """Close the files as soon as the last running transfer has returned. May be called twice."""
         with self._lock:
