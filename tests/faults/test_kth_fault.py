@@ -6,9 +6,11 @@ and NVMe, and of the kinds that HBM adds to (about 1,200 runs).
 
 from __future__ import annotations
 
+import gc
 import shutil
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,15 @@ def run(tmp_path: Path, name: str, nth: int, hbm: bool = False) -> FaultPlan:
         scenario.abandon()
         raise
     return plan
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """Each run collects garbage eight times, which should walk what the run made and not all of the test session."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
