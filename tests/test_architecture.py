@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "tiercache"
 
 ARROWS: list[list[str]] = [
-    ["types", "errors", "rows", "patience"],
+    ["types", "errors", "rows", "arrays", "patience"],
     ["layout", "keys", "checksum", "config"],
     ["policy", "index", "slots", "residency"],
     ["tiers", "catalog*", "directory", "scrub"],

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sortedcontainers import SortedList
 
+from tiercache.arrays import first_true, true_at
 from tiercache.keys import INT32_MIN
 from tiercache.slots import SlotTable
 from tiercache.types import Floats, Idents, Uses
@@ -402,7 +403,7 @@ def _used(slots: NDArray[np.int32]) -> int:
     end, step = len(slots), 1
     while end:
         begin = max(0, end - step)
-        used = np.flatnonzero((slots[begin:end] >= 0).any(axis=1))
+        used = true_at(np.asarray((slots[begin:end] >= 0).any(axis=1)))
         if len(used):
             return begin + int(used[-1]) + 1
         end, step = begin, step * 2
@@ -421,11 +422,11 @@ def _joined(arrays: list[Any], take: int, dtype: Any) -> NDArray[Any]:
 def _common_words(symbols: bytes, offset: int, run: bytes, nbytes: int) -> int:
     """Leading int32 words in which `symbols[offset:]` and `run` agree, looking at `nbytes` bytes at most."""
     count = nbytes // 4
+    if run.startswith(symbols[offset : offset + nbytes]):
+        return count
     ours = np.frombuffer(symbols, dtype=np.int32, count=count, offset=offset)
     theirs = np.frombuffer(run, dtype=np.int32, count=count)
-    differ = ours != theirs
-    first = int(differ.argmax()) if count else 0
-    return first if count and differ[first] else count
+    return first_true(ours != theirs)
 
 
 def _shared_words(a: bytes, b: bytes) -> int:

@@ -12,12 +12,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tiercache.arrays import as_index, counting, present
 from tiercache.index import ABSENT, Node, Path, PrefixIndex
 from tiercache.keys import INT32_MIN
 from tiercache.slots import FREE, NO_OWNER, RESIDENT, SlotTable
 from tiercache.types import Bools, Floats, Idents, LevelSpec, Slots, Uses
 
 __all__ = ["Residency"]
+
+_LISTED = 64
+"""Owners of up to so many slots are told apart sooner as a list than as an array."""
 
 
 class Residency:
@@ -54,17 +58,17 @@ class Residency:
         assert (node.slots[at : at + n, level] < 0).all()
         node.slots[at : at + n, level] = slots
         table = self.tables[level]
-        table.owner[slots] = node.id
-        table.pos[slots] = np.arange(at, at + n, dtype=np.int32)
+        where = as_index(slots)
+        table.owner[where] = node.id
+        table.pos[where] = counting(at, at + n)
         self._count(node, level, n)
 
     def unplace(self, node: Node, begin: int, end: int, level: int) -> Slots:
         """Take the slots of blocks `[begin, end)` in `level` away from the run and return them. They are not freed."""
-        row = node.slots[begin:end, level]
-        slots = row[row >= 0].astype(np.int32)
+        slots = present(node.slots[begin:end, level])
         if len(slots):
             node.slots[begin:end, level] = ABSENT
-            self.tables[level].owner[slots] = NO_OWNER
+            self.tables[level].owner[as_index(slots)] = NO_OWNER
             self._count(node, level, -len(slots))
         return slots
 
@@ -169,16 +173,15 @@ class Residency:
 
     def owners(self, level: int, slots: Slots) -> list[Node]:
         """The nodes that own these slots, each at least once."""
-        owners = self.tables[level].owner[slots]
-        if len(owners) == 0:
-            return []
-        others = owners[1:][owners[1:] != owners[:-1]]  # slots come run by run: the first of each is enough
-        nodes = self.index.nodes
-        return [nodes[owner] for owner in (int(owners[0]), *others.tolist()) if owner != NO_OWNER]
+        owners = self.tables[level].owner[as_index(slots)]
+        n, nodes = len(owners), self.index.nodes
+        if n > _LISTED:  # slots come run by run: the first of each is enough
+            owners = np.concatenate((owners[:1], owners[1:][owners[1:] != owners[:-1]]))
+        return [nodes[owner] for owner in dict.fromkeys(owners.tolist()) if owner != NO_OWNER]
 
     def set_state(self, level: int, slots: Slots, state: np.uint8) -> None:
         """These slots, which nodes own, are in another state now."""
-        self.tables[level].state[slots] = state
+        self.tables[level].state[as_index(slots)] = state
         for node in self.owners(level, slots):
             node.whole = None
 
@@ -198,8 +201,11 @@ class Residency:
         """State per level and block `uint8[levels, n]` of gathered slots; FREE where a block has none."""
         states = np.zeros(gathered.shape, dtype=np.uint8)
         for level, table in enumerate(self.tables):
-            row = gathered[level]
-            states[level] = np.where(row >= 0, table.state[row], FREE)
+            where = as_index(gathered[level])
+            if isinstance(where, slice):
+                states[level] = table.state[where]
+            else:
+                states[level] = np.where(where >= 0, table.state[where], FREE)
         return states
 
     def is_whole(self, node: Node) -> bool:
@@ -207,7 +213,7 @@ class Residency:
         lookups need no array but the prompt's own."""
         if node.whole is None:
             row = node.slots[:, 0]
-            node.whole = bool((row >= 0).all() and (self.tables[0].state[row] == RESIDENT).all())
+            node.whole = bool((row >= 0).all() and (self.tables[0].state[as_index(row)] == RESIDENT).all())
         return node.whole
 
     def best_level(self, states: NDArray[np.uint8], online: Sequence[bool]) -> NDArray[np.int8]:
@@ -223,7 +229,7 @@ class Residency:
         below = np.zeros(end - begin, dtype=np.bool_)
         for lower in range(level + 1, self.levels):
             row = node.slots[begin:end, lower]
-            below |= (row >= 0) & (self.tables[lower].state[row] == RESIDENT)
+            below |= (row >= 0) & (self.tables[lower].state[as_index(row)] == RESIDENT)
         return below
 
     def subtree(self, node: Node) -> list[Node]:

@@ -10,6 +10,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from tiercache.arrays import as_index, ascending
 from tiercache.types import Slots
 
 __all__ = ["BAD", "DETACHED", "FREE", "LOST", "NO_OWNER", "RESIDENT", "WRITING", "SlotState", "SlotTable"]
@@ -64,10 +65,10 @@ class SlotTable:
         """Take n free slots (ascending), which become WRITING. The caller has checked `free >= n`."""
         assert 0 <= n <= self.free, (n, self.free)
         begin = self.free - n
-        slots = np.sort(self._stack[begin : self.free])
+        slots = ascending(self._stack[begin : self.free])
         self.free = begin
         self.taken += n
-        self.state[slots] = WRITING
+        self.state[as_index(slots)] = WRITING
         return slots
 
     def take_these(self, slots: Slots) -> None:
@@ -83,16 +84,21 @@ class SlotTable:
         n = len(slots)
         if n == 0:
             return
-        assert not self.pins[slots].any()
-        self.state[slots] = FREE
-        self.owner[slots] = NO_OWNER
-        self._stack[self.free : self.free + n] = np.sort(slots)[::-1]
+        where = as_index(slots)
+        assert not self.pins[where].any()
+        self.state[where] = FREE
+        self.owner[where] = NO_OWNER
+        self._stack[self.free : self.free + n] = ascending(slots)[::-1]
         self.free += n
 
     def let_go(self, slots: Slots) -> None:
         """Slots that no node owns any more: free at once, or DETACHED while something still pins them."""
-        self.owner[slots] = NO_OWNER
-        busy = self.pins[slots] > 0
+        where = as_index(slots)
+        self.owner[where] = NO_OWNER
+        busy = self.pins[where] > 0
+        if not busy.any():
+            self.give(slots)
+            return
         held = slots[busy]
         self.state[held] = np.where(self.state[held] == LOST, LOST, DETACHED)
         self.give(slots[~busy])
@@ -106,16 +112,17 @@ class SlotTable:
 
     def pin(self, slots: Slots) -> None:
         """One more user of each of these (distinct) slots."""
-        self.pins[slots] += 1
+        self.pins[as_index(slots)] += 1
 
     def unpin(self, slots: Slots) -> None:
         """One user fewer; DETACHED and LOST slots without users become FREE."""
         if len(slots) == 0:
             return
-        left = self.pins[slots] - 1
+        where = as_index(slots)
+        left = self.pins[where] - 1
         assert left.min() >= 0, "unpinned more often than pinned"
-        self.pins[slots] = left
-        states = self.state[slots]
+        self.pins[where] = left
+        states = self.state[where]
         if int(states.max()) < DETACHED:
             return
         gone = slots[(left == 0) & (states >= DETACHED)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tiercache.arrays import count_levels, first_false, first_true, true_at
 from tiercache.index import Path, Walk
 from tiercache.keys import root_ident
 from tiercache.planner.check import check_state
@@ -135,11 +136,9 @@ class Planner:
             return n, 0, (n,) + (0,) * (residency.levels - 1)
         states = residency.states(residency.index.gather(path))
         best = residency.best_level(states, online)
-        missing = best < 0
-        blocks = int(missing.argmax()) if missing.any() else n
-        after = (states[:, blocks:] == WRITING).any(axis=0)
-        pending = int(np.argmin(after)) if not after.all() else len(after)
-        return blocks, pending, tuple(np.bincount(best[:blocks], minlength=residency.levels).tolist())
+        blocks = first_true(best < 0)
+        pending = first_false(np.asarray((states[:, blocks:] == WRITING).any(axis=0)))
+        return blocks, pending, count_levels(best[:blocks], residency.levels)
 
     def _estimate(self, by_level: Sequence[int]) -> float:
         total = 0.0
@@ -324,7 +323,7 @@ class Planner:
                 continue
             states = self.state.residency.states(node.slots.T)
             alive = (states == RESIDENT) | (states == WRITING)
-            holes = np.flatnonzero(~alive.any(axis=0))
+            holes = true_at(np.asarray(~alive.any(axis=0)))
             if len(holes):
                 dropped += self.room.take_away(node, int(holes[0]))
         return dropped

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tiercache.arrays import as_index, count_levels, counting, first_false, first_true, present, true_at
 from tiercache.index import Path
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.state import Flight, PlannerState
@@ -78,9 +79,8 @@ class Loads:
         """
         state, residency = self.state, self.state.residency
         gathered = residency.index.gather(path)[:, :want]
-        best = residency.best_level(residency.states(gathered), state.online_levels())
-        missing = np.flatnonzero(best < 0)
-        n = int(missing[0]) if len(missing) else len(best)
+        best = self._sources(path, gathered)
+        n = first_true(best < 0)
         refused = len(self._queue) >= state.limits.queued_loads
         if refused:
             state.totals.loads_refused += 1
@@ -93,8 +93,7 @@ class Loads:
             load = self._to_level(path, gathered, best, n)
         state.totals.loads += 1
         state.totals.loads_cut += int(load.blocks < want)
-        counts = np.bincount(best[: load.blocks], minlength=residency.levels)
-        load.by_level = tuple(int(each) for each in counts)
+        load.by_level = count_levels(best[: load.blocks], residency.levels)
         for level, count in enumerate(load.by_level):
             state.counters[level].hits += count
         self.open[load.id] = load
@@ -104,11 +103,18 @@ class Loads:
         self._settle(load)
         return load
 
+    def _sources(self, path: Path, gathered: NDArray[np.int32]) -> NDArray[np.int8]:
+        """The level that each block comes from, -1: from none."""
+        residency, online = self.state.residency, self.state.online_levels()
+        if online[0] and all(map(residency.is_whole, path.nodes)):
+            return np.zeros(gathered.shape[1], dtype=np.int8)
+        return residency.best_level(residency.states(gathered), online)
+
     def _to_level(self, path: Path, gathered: NDArray[np.int32], best: NDArray[np.int8], n: int) -> Load:
         """Into level 0: blocks there already are held, the others get slots and segments."""
         state, residency = self.state, self.state.residency
         n = state.may_hold(0, gathered[0, :n])
-        need = np.flatnonzero(gathered[0, :n] < 0)
+        need = true_at(gathered[0, :n] < 0)
         if len(need):
             with state.keep(gathered):
                 got = self.demotion.make_room(0, len(need))
@@ -116,18 +122,22 @@ class Loads:
                 n = int(need[got])
                 need = need[:got]
         fresh = residency.tables[0].take(len(need))
-        gathered[0, need] = fresh
-        self._place(path, need, fresh)
+        if len(need):
+            gathered[0, need] = fresh
+            self._place(path, need, fresh)
         slots = gathered[0, :n].copy()
         load = Load(next(self._ids), n, 0, slots, state.epoch)
         if n == 0:
             return load
         state.hold(0, slots)
         idents = path.idents()[:n]
-        self._join(load, slots[residency.tables[0].state[slots] == WRITING])
+        writing = residency.tables[0].state[as_index(slots)] == WRITING
+        if writing.any():
+            self._join(load, slots[writing])
         for begin, end in _stretches(need, best):
-            at = need[begin:end]
-            self._add_segment(load, int(best[at[0]]), gathered[int(best[at[0]]), at], fresh[begin:end], idents, at)
+            first = int(need[begin])
+            source, at = int(best[first]), slice(first, first + end - begin)
+            self._add_segment(load, source, gathered[source, at], fresh[begin:end], idents[at], first)
         return load
 
     def _join(self, load: Load, slots: Slots) -> None:
@@ -148,12 +158,12 @@ class Loads:
         if n == 0:
             return load
         idents = path.idents()[:n]
-        rows = np.arange(n, dtype=np.int32)
+        rows = counting(0, n)
         also_rows = np.full(n, -1, dtype=np.int32)
         last = residency.levels - 1
         upper = last - 1
         if last > 0 and state.specs[last].persistent and state.online(upper):
-            wanted = np.flatnonzero((best[:n] == last) & (gathered[upper, :n] < 0))
+            wanted = true_at((best[:n] == last) & (gathered[upper, :n] < 0))
             wanted = wanted[: state.job_room(CALLER, upper)]
             if len(wanted):
                 with state.keep(gathered):
@@ -161,11 +171,10 @@ class Loads:
             if len(wanted):
                 also_rows[wanted] = residency.tables[upper].take(len(wanted))
                 self._place(path, wanted, also_rows[wanted], upper)
-        for begin, end in _stretches(rows, best):
-            at = rows[begin:end]
-            source = int(best[at[0]])
+        for begin, end in _stretches(rows, best[:n]):
+            source, at = int(best[begin]), slice(begin, end)
             also = (upper, also_rows[at]) if source == last and (also_rows[at] >= 0).any() else None
-            self._add_segment(load, source, gathered[source, at], at, idents, at, also)
+            self._add_segment(load, source, gathered[source, at], rows[at], idents[at], begin, also)
         return load
 
     def _place(self, path: Path, positions: NDArray[np.int64], slots: Slots, level: int = 0) -> None:
@@ -184,16 +193,16 @@ class Loads:
         src: NDArray[np.int32],
         dst: NDArray[np.int32],
         idents: Idents,
-        at: NDArray[np.int64] | NDArray[np.int32],
+        row: int,
         also: tuple[int, Slots] | None = None,
     ) -> None:
-        """Queue blocks at path positions `at` in jobs of at most `load_job_blocks`; pins their sources."""
+        """Queue blocks from path position `row` on in jobs of at most `load_job_blocks`; pins their sources."""
         levels = [source] + [0] * (not load.endpoint) + ([also[0]] if also is not None else [])
         step = self.state.limits.load_job_blocks([self.state.specs[level] for level in levels])
         self.state.residency.pin(source, src.astype(np.int32))
         if also is not None:
-            self.state.residency.pin(also[0], also[1][also[1] >= 0])
-        self._filling[_filled(load, dst, also)] = load.id
+            self.state.residency.pin(also[0], present(also[1]))
+        self._filling[as_index(_filled(load, dst, also))] = load.id
         for i in range(0, len(src), step):
             part = slice(i, i + step)
             second = None if also is None else (also[0], also[1][part])
@@ -202,8 +211,8 @@ class Loads:
                     source,
                     src[part].astype(np.int32),
                     dst[part].astype(np.int32),
-                    idents[at[part]],
-                    int(at[i]),
+                    idents[part],
+                    row + i,
                     second,
                 )
             )
@@ -255,7 +264,7 @@ class Loads:
         self._unpin_segment(segment)
         self._wait_for(load, job)
         filled = _filled(load, segment.dst, segment.also)
-        self._filling[filled] = 0
+        self._filling[as_index(filled)] = 0
         for other in load.joiners:
             if not other.done and np.isin(other.slots, filled).any():
                 self._wait_for(other, job)
@@ -285,8 +294,8 @@ class Loads:
         else:
             room.lose_copies(0, segment.dst)
         if segment.also is not None:
-            room.lose_copies(segment.also[0], segment.also[1][segment.also[1] >= 0])
-        self._filling[_filled(load, segment.dst, segment.also)] = 0
+            room.lose_copies(segment.also[0], present(segment.also[1]))
+        self._filling[as_index(_filled(load, segment.dst, segment.also))] = 0
         self._unpin_segment(segment)
 
     def _wait_for(self, load: Load, job: int) -> None:
@@ -297,7 +306,7 @@ class Loads:
     def _unpin_segment(self, segment: _Segment) -> None:
         self.state.residency.unpin(segment.source, segment.src)
         if segment.also is not None:
-            self.state.residency.unpin(segment.also[0], segment.also[1][segment.also[1] >= 0])
+            self.state.residency.unpin(segment.also[0], present(segment.also[1]))
 
     # -- finishing ----------------------------------------------------------------------------------------------
 
@@ -306,7 +315,7 @@ class Loads:
         job = flight.job
         load = self.open.get(flight.owner)
         if load is not None and load.endpoint and not ok.all():
-            load.blocks = min(load.blocks, flight.rows_at + int(np.argmin(ok)))
+            load.blocks = min(load.blocks, flight.rows_at + first_false(ok))
         waiting = self._waiters.pop(job.id, [])
         for each in waiting:
             each.waiting.discard(job.id)
@@ -318,11 +327,11 @@ class Loads:
             return False
         if not load.endpoint and load.blocks:
             table = self.state.residency.tables[0]
-            state = table.state[load.slots]
+            state = table.state[as_index(load.slots)]
             if load.epoch == self.state.epoch and (state == WRITING).any():
                 return False
             good = state == RESIDENT
-            self._cut(load, len(good) if good.all() else int(np.argmin(good)))
+            self._cut(load, first_false(good))
         load.done = True
         if load.released and not load.endpoint:
             self._cut(load, 0)
@@ -368,7 +377,7 @@ def _filled(load: Load, dst: NDArray[np.int32], also: tuple[int, Slots] | None) 
     if not load.endpoint:
         return dst
     if also is not None and also[0] == 0:
-        return also[1][also[1] >= 0]
+        return present(also[1])
     return np.empty(0, dtype=np.int32)
 
 
@@ -380,6 +389,6 @@ def _stretches(positions: NDArray[np.int64] | NDArray[np.int32], label: NDArray[
     if len(positions) == 0:
         return []
     mine = label if len(label) == len(positions) else label[positions]
-    cuts = np.flatnonzero((np.diff(positions) != 1) | (mine[1:] != mine[:-1])) + 1
+    cuts = true_at((positions[1:] - positions[:-1] != 1) | (mine[1:] != mine[:-1])) + 1
     bounds = [0, *cuts.tolist(), len(positions)]
     return list(itertools.pairwise(bounds))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tiercache.arrays import as_index
 from tiercache.index import Node
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.loads import Load, Loads
@@ -77,7 +78,10 @@ class Results:
     def _settle_slots(self, level: int, slots: Slots, ok: Bools) -> None:
         """Written slots become readable; the others lose their block."""
         table = self.state.residency.tables[level]
-        waiting = table.state[slots] == WRITING
+        waiting = table.state[as_index(slots)] == WRITING
+        if ok.all() and waiting.all():
+            self.state.residency.set_state(level, slots, RESIDENT)
+            return
         self.state.residency.set_state(level, slots[waiting & ok], RESIDENT)
         self._fail(level, slots[waiting & ~ok])
 

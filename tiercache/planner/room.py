@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from tiercache.arrays import true_at
 from tiercache.index import Node
 from tiercache.planner.state import PlannerState
 from tiercache.planner.victims import Victims
@@ -51,7 +52,7 @@ class Room:
         floor = protect.get(node.id, 0)
         begin = max(floor, self.victims.coldest_run(level, node, last, want, True))
         if spare_above:
-            above = np.flatnonzero((node.slots[begin : last + 1, :level] >= 0).any(axis=1))
+            above = true_at(np.asarray((node.slots[begin : last + 1, :level] >= 0).any(axis=1)))
             begin += int(above[-1]) + 1 if len(above) else 0
         if begin > last:
             return 0
@@ -63,9 +64,8 @@ class Room:
 
     def _alike(self, level: int, node: Node, begin: int, end: int) -> tuple[int, bool]:
         """Start of the stretch before `end` in which all blocks, or none, have a slot in another level; and which."""
-        others = [each for each in range(self.state.residency.levels) if each != level]
-        elsewhere: Bools = np.asarray((node.slots[begin:end, others] >= 0).any(axis=1))
-        unlike = np.flatnonzero(elsewhere != elsewhere[-1])
+        elsewhere = _has_another(level, node, begin, end)
+        unlike = true_at(elsewhere != elsewhere[-1])
         return begin + (int(unlike[-1]) + 1 if len(unlike) else 0), bool(elsewhere[-1])
 
     @staticmethod
@@ -149,10 +149,9 @@ class Room:
         """These readable slots were found wrong. They become BAD where the block must keep its place: in a persistent
         level, or where it has no other slot."""
         residency = self.state.residency
-        others = [each for each in range(residency.levels) if each != level]
         for node, begin, end in residency.runs_of(level, slots):
             row = node.slots[begin:end, level].astype(np.int32)
-            spare = np.asarray((node.slots[begin:end, others] >= 0).any(axis=1))
+            spare = _has_another(level, node, begin, end)
             if self.state.specs[level].persistent:
                 spare[:] = False
             residency.set_state(level, row[~spare], BAD)
@@ -178,3 +177,10 @@ class Room:
             self.state.counters[level].evicted += len(slots)
         else:
             self.state.counters[level].detached += len(slots)
+
+
+def _has_another(level: int, node: Node, begin: int, end: int) -> Bools:
+    """Per block of a stretch: has it a slot in a level other than this one?"""
+    has = node.slots[begin:end] >= 0
+    has[:, level] = False
+    return np.asarray(has.any(axis=1))

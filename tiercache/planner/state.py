@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tiercache.arrays import as_index, present
 from tiercache.config import EXCLUSIVE_BELOW
 from tiercache.planner.backlog import Backlog
 from tiercache.planner.breaker import Breaker
@@ -260,7 +261,7 @@ class PlannerState:
         self._spend(flight, 1)
         for level, slots in self.ends(job):
             self.residency.pin(level, slots)
-        self.filler[self.filled(job)] = job.id
+        self.filler[as_index(self.filled(job))] = job.id
         self.breakers[slower].started()
         self.outbox.append(job)
         return job.id
@@ -272,7 +273,7 @@ class PlannerState:
             self.credits[max(flight.job.src_level, flight.job.dst_level)].lost_jobs -= 1
         else:
             self._spend(flight, -1)
-        self.filler[self.filled(flight.job)] = 0
+        self.filler[as_index(self.filled(flight.job))] = 0
         for level, slots in self.ends(flight.job):
             self.residency.unpin(level, slots)
 
@@ -294,7 +295,7 @@ class PlannerState:
         if job.dst_level == 0:
             return job.dst_slots
         if job.also_level == 0 and job.also_slots is not None:
-            return job.also_slots[job.also_slots >= 0]
+            return present(job.also_slots)
         return np.empty(0, dtype=np.int32)
 
     @staticmethod
@@ -302,7 +303,7 @@ class PlannerState:
         """(level, slots) at every end of a job that is a level."""
         ends = [(job.src_level, job.src_slots), (job.dst_level, job.dst_slots)]
         if job.also_slots is not None:
-            ends.append((job.also_level, job.also_slots[job.also_slots >= 0]))
+            ends.append((job.also_level, present(job.also_slots)))
         return [(level, slots) for level, slots in ends if level != CALLER]
 
     def _spend(self, flight: Flight, sign: int) -> None:
@@ -326,7 +327,7 @@ class PlannerState:
     @contextmanager
     def keep(self, gathered: NDArray[np.int32]) -> Iterator[None]:
         """Pin all these slots (`int32[levels, n]`, as gathered along a path) while room is made for that path."""
-        kept = [(level, row[row >= 0]) for level, row in enumerate(gathered.copy())]
+        kept = [(level, present(row)) for level, row in enumerate(gathered)]
         for level, slots in kept:
             self.residency.pin(level, slots)
         try:
@@ -349,14 +350,16 @@ class PlannerState:
     def hold(self, level: int, slots: Slots) -> None:
         """Pin for a load, a Loaded or an explicit pin."""
         self.residency.pin(level, slots)
-        self.holds[level][slots] += 1
-        self.credits[level].held += int((self.holds[level][slots] == 1).sum())
+        holds, where = self.holds[level], as_index(slots)
+        holds[where] += 1
+        self.credits[level].held += int((holds[where] == 1).sum())
 
     def let_go(self, level: int, slots: Slots) -> None:
         """End a hold."""
         self.residency.unpin(level, slots)
-        self.holds[level][slots] -= 1
-        self.credits[level].held -= int((self.holds[level][slots] == 0).sum())
+        holds, where = self.holds[level], as_index(slots)
+        holds[where] -= 1
+        self.credits[level].held -= int((holds[where] == 0).sum())
 
     # -- slots that lose their block ----------------------------------------------------------------------------
 
@@ -367,4 +370,4 @@ class PlannerState:
 
     def readable(self, level: int, slots: Slots) -> Bools:
         """Per slot: RESIDENT?"""
-        return np.asarray(self.residency.tables[level].state[slots] == RESIDENT)
+        return np.asarray(self.residency.tables[level].state[as_index(slots)] == RESIDENT)

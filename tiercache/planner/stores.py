@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tiercache.arrays import counting, true_at
 from tiercache.index import ABSENT, Path, Walk
 from tiercache.keys import chain_idents
 from tiercache.planner.demotion import Demotion
@@ -50,12 +51,16 @@ class Stores:
             return StorePlan(0, 0, "offline", end=min(start, walk.blocks))
         gathered = residency.index.gather(walk.path)
         states = residency.states(gathered)
-        usable = ((states == RESIDENT) | (states == WRITING))[state.online_levels()].any(axis=0)
-        holes = np.flatnonzero(~usable)
+        usable = np.zeros(walk.blocks, dtype=np.bool_)
+        for level, online in enumerate(state.online_levels()):
+            if online:
+                usable |= (states[level] == RESIDENT) | (states[level] == WRITING)
+        holes = true_at(~usable)
         intact = int(holes[0]) if len(holes) else walk.blocks
         if start > intact:
             return StorePlan(0, 0, "parent_missing", end=intact)
-        holes = holes[holes >= start]
+        if len(holes):
+            holes = holes[holes >= start]
         new = max(0, n - walk.blocks)
         wanted = len(holes) + new
         self.demotion.note_store(n - start)
@@ -75,9 +80,7 @@ class Stores:
         slots = residency.tables[0].take(got)
         positions, idents = self._place(walk, symbols, holes[:got], slots, partial and got == wanted)
         rows = positions - start
-        job = state.submit(
-            "store", (CALLER, rows.astype(np.int32)), (0, slots), idents, endpoint=endpoint, owner=0, rows_at=start
-        )
+        job = state.submit("store", (CALLER, rows), (0, slots), idents, endpoint=endpoint, owner=0, rows_at=start)
         return StorePlan(got, end - start - got, reason, job, end)
 
     def _reason(self, wanted: int, allowed: int, got: int) -> str:
@@ -96,11 +99,11 @@ class Stores:
 
     def _place(
         self, walk: Walk, symbols: bytes, holes: NDArray[np.int64], slots: Slots, partial: bool
-    ) -> tuple[NDArray[np.int64], Idents]:
+    ) -> tuple[NDArray[np.int32], Idents]:
         """Give holes and new blocks their slots; returns their prompt positions and idents."""
         residency, path = self.state.residency, walk.path.copy()
         idents: list[Idents] = []
-        starts = path.starts()
+        starts = path.starts() if len(holes) else holes
         for i, hole in enumerate(holes.tolist()):
             which = int(np.searchsorted(starts, hole, side="right")) - 1
             node, at = path.nodes[which], int(hole - starts[which])
@@ -116,7 +119,7 @@ class Stores:
             node, at = residency.extend(path, run, fresh, partial)
             residency.place(node, at, 0, slots[len(holes) :])
             idents.append(fresh)
-        positions = np.concatenate((holes, np.arange(walk.blocks, walk.blocks + new, dtype=np.int64)))
+        positions = np.concatenate((holes.astype(np.int32), counting(walk.blocks, walk.blocks + new)))
         return positions, np.concatenate(idents)
 
     def _last_ident(self, path: Path) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from sortedcontainers import SortedList
 
+from tiercache.arrays import as_index, true_at
 from tiercache.index import Node
 from tiercache.planner.state import PlannerState
 from tiercache.slots import BAD, RESIDENT
@@ -82,8 +83,9 @@ class Victims:
         begin = max(0, last + 1 - want)
         row = node.slots[begin : last + 1, level]
         table = residency.tables[level]
-        state = table.state[row]
-        fits = (row >= 0) & (table.pins[row] == 0)
+        where = as_index(row)
+        state = table.state[where]
+        fits = (row >= 0) & (table.pins[where] == 0)
         fits &= (state == RESIDENT) | (state == BAD)
         fits &= node.last_use[begin : last + 1] == node.last_use[last]
         if not self.state.is_last(level):
@@ -91,7 +93,7 @@ class Victims:
             if node.partial and last == node.n - 1:
                 below[-1] = True
             fits &= below == droppable
-        wrong = np.flatnonzero(~fits)
+        wrong = true_at(~fits)
         return begin + (int(wrong[-1]) + 1 if len(wrong) else 0)
 
     def check(self) -> Iterator[str]:
