@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,8 +167,7 @@ class Path:
         return Path(self.nodes[:count], blocks - self.nodes[count - 1].depth if count else 0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Walk:
+class Walk(NamedTuple):
     """How far a prompt follows the tree. Valid until the tree changes."""
 
     path: Path

@@ -74,6 +74,8 @@ class Prompt:
     partial: bool
     """The last symbol stands for fewer than `block_tokens` tokens."""
     block_tokens: int
+    symbol_nbytes: int
+    """Width of one symbol."""
     raw: bool
     """No symbol is hashed."""
     _ids: NDArray[np.int32] = field(repr=False)
@@ -111,11 +113,6 @@ class Prompt:
         return _raw_symbols(ids, 1, self.block_tokens, self.symbol_nbytes)
 
     @property
-    def symbol_nbytes(self) -> int:
-        """Width of one symbol."""
-        return symbol_nbytes(self.block_tokens)
-
-    @property
     def token_count(self) -> int:
         """All tokens of the prompt, those of the tail included."""
         return self.tokens + len(self.tail) // 4
@@ -140,7 +137,7 @@ def encode_prompt(tokens: Tokens, block_tokens: int, extra: Extra | None = None,
     Nothing is mutated. An int32 array with `block_tokens` of at least 9 costs nothing here, and one copy when its
     symbols are asked for.
     """
-    symbol_nbytes(block_tokens)  # ValueError for what is no block size
+    width = symbol_nbytes(block_tokens)
     ids = _token_ids(tokens)
     count = len(ids)
     rest = count % block_tokens
@@ -149,9 +146,9 @@ def encode_prompt(tokens: Tokens, block_tokens: int, extra: Extra | None = None,
     tail = b"" if covered == count else ids[covered:].tobytes()
     extras = _extras(extra, n)
     raw = extras is None or all(value is None for value in extras)
-    prompt = Prompt(n, covered, tail, covered % block_tokens != 0, block_tokens, raw, ids)
+    prompt = Prompt(n, covered, tail, covered % block_tokens != 0, block_tokens, width, raw, ids)
     if extras is not None and not raw:
-        prompt._symbols = _hash_symbols(prompt.check_ids().symbols, symbol_nbytes(block_tokens), extras)
+        prompt._symbols = _hash_symbols(prompt.check_ids().symbols, width, extras)
     return prompt
 
 

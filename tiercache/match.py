@@ -15,11 +15,11 @@ from tiercache.types import LevelSpec, Slots
 __all__ = ["Match", "Pin", "Ticket", "diverged_at", "match_of", "no_match"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Match:
     """What the cache holds of a prompt. It pins nothing: a load shortens it by what is gone until then.
 
-    Valid for `load`, `touch`, `pin` and `prefetch` of the cache that made it, until the epoch changes (then empty).
+    Not to be changed. Valid for `load`, `touch`, `pin` and `prefetch` of the cache that made it, until the epoch changes (then empty).
     """
 
     tokens: int

@@ -37,6 +37,8 @@ class Residency:
         self.tables = [SlotTable(spec.capacity) for spec in specs]
         self.index = PrefixIndex(width, self.tables)
         self.stale: dict[Node, None] = {}
+        self.restored: dict[Node, None] = {}
+        """The same of what a restart found, as far as its own level goes; in other levels it has no place."""
 
     @property
     def levels(self) -> int:
@@ -47,6 +49,7 @@ class Residency:
         """Start over with an empty tree. The caller has let go of every owned slot."""
         self.index = PrefixIndex(self.width, self.tables)
         self.stale.clear()
+        self.restored.clear()
 
     # -- a node and its slots -----------------------------------------------------------------------------------
 
@@ -138,7 +141,7 @@ class Residency:
         lengths = np.diff(bounds)
         table.owner[slots] = np.repeat(np.array([node.id for node in nodes], dtype=np.int32), lengths)
         table.pos[slots] = np.arange(len(slots)) - np.repeat(bounds[:-1], lengths)
-        self.stale.update((node, None) for node in nodes if not node.children)  # the others are in no order
+        self.restored.update((node, None) for node in nodes if not node.children)  # the others are in no order
 
     def trim(self, node: Node) -> None:
         """Drop trailing blocks without any slot, and the ancestors' likewise when the node goes."""

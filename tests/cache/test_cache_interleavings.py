@@ -242,7 +242,7 @@ def test_a_full_queue_of_loads_while_results_come_in(tmp_path):
     prompts = [prompt(part) for part in range(1, 401)]
     with open_cache(tmp_path, dram_slots=1024, nvme_slots=1024) as cache:
         for tokens in prompts:
-            cache.store(tokens, blocks_of(tokens))
+            assert cache.store(tokens, blocks_of(tokens)).wait(WAIT_S), "at most 64 jobs are under way"
         assert cache.flush(WAIT_S, to="nvme")
         assert cache.stats().tiers[1].held == 400
     delivery = HeldDelivery()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,8 +35,7 @@ from tiercache.types import LevelSpec, MoverMessage, NewEpoch, NoteUse, PlannerM
 __all__ = ["Found", "Outcome", "Planner"]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """What a lookup found. Valid as a description; a load shortens it if blocks are gone by then."""
 
     blocks: int
@@ -362,7 +362,7 @@ class Planner:
 
     def check(self) -> list[str]:
         """Every broken rule found, empty where all is well. O(everything); mutates nothing."""
-        self.victims.refile()
+        self.victims.refile(len(self.levels) - 1)
         return [*check_state(self.state, self.loads), *self.victims.check()]
 
     def level_counters(self) -> list[LevelCounters]:

@@ -108,7 +108,7 @@ class Demotion:
 
     def _ready(self, level: int, target: int) -> int:
         """Slots that are free, or whose block is colder than all that must be copied, or is being copied."""
-        self.victims.refile()
+        self.victims.refile(level)
         credit = self.state.credits[level]
         ready = self.state.residency.tables[level].free + credit.outbound_writes + credit.hastened
         limit = self.victims.key_of(level, False, 0)
@@ -129,7 +129,7 @@ class Demotion:
         dropped in place. Returns how many blocks are on their way by it (ancestors too), and how many were dropped."""
         started = dropped = skip = 0
         while started + dropped < want and skip <= _PATIENCE:
-            self.victims.refile()
+            self.victims.refile(level)
             victim = self.victims.nth(level, False, skip)
             if victim is None:
                 break

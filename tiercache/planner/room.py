@@ -38,7 +38,7 @@ class Room:
         table = self.state.residency.tables[level]
         skip = 0
         while table.free < want and skip < _PASSED_OVER:
-            self.victims.refile()
+            self.victims.refile(level)
             victim = self.victims.nth(level, True, skip)
             if victim is None:
                 break

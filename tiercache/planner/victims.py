@@ -20,6 +20,8 @@ from tiercache.slots import BAD, RESIDENT
 
 __all__ = ["Victims"]
 
+_EVICTABLE = frozenset((int(RESIDENT), int(BAD)))
+
 
 class Victims:
     """Ordered leaves per level. Call `refile` before reading."""
@@ -30,27 +32,34 @@ class Victims:
             {True: SortedList(), False: SortedList()} for _ in range(state.residency.levels)
         ]
 
-    def refile(self) -> None:
-        """File the nodes that changed since the last call."""
+    def refile(self, level: int) -> None:
+        """File the nodes that changed since the last call, as far as this level needs it.
+
+        What a restart found is filed when its level is asked for: none of it leaves before, and the first prompt need
+        not wait for it.
+        """
         residency = self.state.residency
+        if residency.restored and self.state.is_last(level):
+            residency.stale.update(residency.restored)
+            residency.restored.clear()
         fresh: list[dict[bool, list[Any]]] = [{True: [], False: []} for _ in range(residency.levels)]
         while residency.stale:
             node, _ = residency.stale.popitem()
-            for level in range(residency.levels):
-                is_leaf = node.held[level] > 0 and node.kids[level] == 0 and node.parent is not None
-                new = self._place_of(node, level) if is_leaf else None
-                old = node.filed[level]
+            for each in range(residency.levels):
+                is_leaf = node.held[each] > 0 and node.kids[each] == 0 and node.parent is not None
+                new = self._place_of(node, each) if is_leaf else None
+                old = node.filed[each]
                 if new == old:
                     continue
                 if old is not None:
-                    self._lists[level][old[0]].remove(old[1])
+                    self._lists[each][old[0]].remove(old[1])
                 if new is not None:
-                    fresh[level][new[0]].append(new[1])
-                node.filed[level] = new
-        for level, lists in enumerate(fresh):  # together: after a restart they are all there are
+                    fresh[each][new[0]].append(new[1])
+                node.filed[each] = new
+        for each, lists in enumerate(fresh):  # together: after a restart they are all there are
             for droppable, keys in lists.items():
                 if keys:
-                    self._lists[level][droppable].update(keys)
+                    self._lists[each][droppable].update(keys)
 
     def clear(self) -> None:
         """Forget every node (new epoch)."""
@@ -117,21 +126,21 @@ class Victims:
         """Of a leaf of this level; None where it may not leave now."""
         residency = self.state.residency
         last = last_position(node, level)
-        slot = int(node.slots[last, level])
+        slot = node.slots.item(last, level)
         table = residency.tables[level]
-        if table.pins[slot] > 0 or table.state[slot] not in (RESIDENT, BAD):
+        if table.pins.item(slot) or table.state.item(slot) not in _EVICTABLE:
             return None
         droppable = (
             self.state.is_last(level)
             or bool(residency.copy_below(node, last, last + 1, level)[0])
             or (node.partial and last == node.n - 1)
         )
-        key = self.state.policy.key(float(node.last_use[last]), int(node.uses[last]), node.depth + last)
+        key = self.state.policy.key(node.last_use.item(last), node.uses.item(last), node.depth + last)
         return droppable, (key, -(node.depth + last), node.id)
 
 
 def last_position(node: Node, level: int) -> int:
     """Position of the last block of a run that has a slot in `level`; there must be one."""
-    if node.slots[node.n - 1, level] >= 0:
+    if node.slots.item(node.n - 1, level) >= 0:
         return node.n - 1
     return int(np.flatnonzero(node.slots[:, level] >= 0)[-1])
