@@ -19,7 +19,8 @@ __all__ = ["Match", "Pin", "Ticket", "diverged_at", "match_of", "no_match"]
 class Match:
     """What the cache holds of a prompt. It pins nothing: a load shortens it by what is gone until then.
 
-    Not to be changed. Valid for `load`, `touch`, `pin` and `prefetch` of the cache that made it, until the epoch changes (then empty).
+    Not to be changed. Valid for `load`, `touch`, `pin` and `prefetch` of the cache that made it, until the epoch
+    changes (then empty).
     """
 
     tokens: int
