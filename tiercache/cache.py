@@ -62,7 +62,7 @@ class TieredKVCache:
         namespace: Namespace | str | None = None,
         epoch: bytes | str | None = None,
         block_tokens: int = 16,
-        policy: str = "lru",
+        policy: str = "reuse",
         exclusive: bool | None = None,
         switch: Switch | None = None,
         *,
@@ -185,7 +185,9 @@ class TieredKVCache:
                 if rows is not None:
                     endpoint, want = self._link.attach(stack, rows), min(want, rows.n)
                 first, match.once[0] = not match.once[0], True
-                load = stack.planner.plan_load(match.symbols, want, match.epoch, clock(), endpoint, first)
+                load = stack.planner.plan_load(
+                    match.symbols, want, match.epoch, clock(), endpoint, first, match.prompt_blocks
+                )
                 expected = self._link.expect(future, load, match, out)
         if load is None:
             memory = stack.memory if stack is not None else None
@@ -264,7 +266,8 @@ class TieredKVCache:
         with self._link.planning() as stack:
             if stack is not None and not match.once[0]:
                 match.once[0] = True
-                stack.planner.touch(match.symbols, match.blocks, match.epoch, self._link.clock())
+                planner, now = stack.planner, self._link.clock()
+                planner.touch(match.symbols, match.blocks, match.epoch, now, match.prompt_blocks)
 
     def release(self, tokens: Tokens, extra: Extra | None = None) -> int:
         """Hint: this conversation ended. What only its path uses leaves first. Returns how many blocks that is."""

@@ -42,7 +42,7 @@ RAM_FRACTION = 0.85
 """The most of physical memory, or of the cgroup's limit, that tiers in host memory may take together."""
 EXCLUSIVE_BELOW = 5
 """A slow tier under this many times the fast one gives its copy up on promotion."""
-POLICIES = ("lru",)
+POLICIES = ("lru", "reuse")
 
 Durability: TypeAlias = Literal["power", "process"]
 Switch: TypeAlias = Literal["on", "off", "loads-off", "stores-off"]
@@ -275,7 +275,7 @@ class Settings:
     epoch: bytes | None = None
     """Which weights; None: the manifest's, else a new nonce. Also given as a string (UTF-8)."""
     block_tokens: int = 16
-    policy: str = "lru"
+    policy: str = "reuse"
     exclusive: bool | None = None
     """Give the slow copy up on promotion; None: where the slow tier is under EXCLUSIVE_BELOW times the fast one."""
     switch: Switch = field(default_factory=_switch_from_env)

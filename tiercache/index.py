@@ -7,9 +7,9 @@ everywhere else, so a split under a running job is harmless. Everything per bloc
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,7 @@ class Node:
         "idents",
         "kids",
         "last_use",
+        "marks",
         "n",
         "order",
         "parent",
@@ -84,6 +85,8 @@ class Node:
         """`int32[n, levels]`, contiguous, so that the slots along a path are the nodes' bytes side by side."""
         self.last_use = last_use
         self.uses = uses
+        self.marks: NDArray[np.void] | None = None
+        """What the eviction policy keeps per block (`policy.MARK`); None: nothing."""
         self.held = [0] * levels
         """Blocks of this run that have a slot, per level."""
         self.kids = [0] * levels
@@ -167,6 +170,9 @@ class Path:
         return Path(self.nodes[:count], blocks - self.nodes[count - 1].depth if count else 0)
 
 
+Leaving: TypeAlias = Callable[[Node, int, int], None]
+
+
 class Walk(NamedTuple):
     """How far a prompt follows the tree. Valid until the tree changes."""
 
@@ -183,8 +189,10 @@ class PrefixIndex:
     Complexities: n blocks on a path of k nodes. It knows of slots only what a split must rewrite.
     """
 
-    def __init__(self, width: int, tables: Sequence[SlotTable]) -> None:
+    def __init__(self, width: int, tables: Sequence[SlotTable], leaving: Leaving | None = None) -> None:
+        """leaving: called with a node and bounds of trailing blocks before they leave the tree."""
         assert width > 0 and width % 4 == 0
+        self._leaving = leaving
         self.width = width
         self.tables = tables
         self.nodes: dict[int, Node] = {}
@@ -272,6 +280,8 @@ class PrefixIndex:
         arrays = (node.idents, node.slots, node.last_use, node.uses)
         copies = (each[:at].copy() for each in arrays)
         head = self._new_node(parent, node.depth, node.run[: at * width], *copies, node.plain)
+        if node.marks is not None:
+            head.marks, node.marks = node.marks[:at].copy(), node.marks[at:].copy()
         first = head.run[:width]
         del parent.children[first]  # and not only its value: the key of a single block is its run
         parent.children[first] = head
@@ -304,6 +314,8 @@ class PrefixIndex:
         keep = _used(node.slots)
         if keep == node.n:
             return False
+        if self._leaving is not None:
+            self._leaving(node, keep, node.n)
         self.blocks -= node.n - keep
         node.n, node.partial, node.whole = keep, False, None
         if keep == 0:
@@ -311,10 +323,12 @@ class PrefixIndex:
             return True
         node.idents, node.slots = node.idents[:keep], node.slots[:keep]
         node.last_use, node.uses = node.last_use[:keep], node.uses[:keep]
+        node.marks = None if node.marks is None else node.marks[:keep]
         if keep * 2 < len(node.run) // self.width:  # views until then, so that a block costs no copy of its run
             node.run = node.run[: keep * self.width]
             node.idents, node.slots = node.idents.copy(), node.slots.copy()
             node.last_use, node.uses = node.last_use.copy(), node.uses.copy()
+            node.marks = None if node.marks is None else node.marks.copy()
         return False
 
     def attach_run(
@@ -343,6 +357,8 @@ class PrefixIndex:
         node.slots = np.concatenate((node.slots, slots))
         node.last_use = np.concatenate((node.last_use, last_use))
         node.uses = np.concatenate((node.uses, uses))
+        if node.marks is not None:
+            node.marks = np.concatenate((node.marks, np.zeros(n, dtype=node.marks.dtype)))
         node.n = at + n
         node.partial = partial
         node.plain = node.plain and _is_plain(symbols)
@@ -390,9 +406,10 @@ def _is_plain(symbols: bytes) -> bool:
 
 def _unused(n: int, levels: int) -> tuple[NDArray[np.int32], Floats, Uses]:
     """Slots, last use and uses of n blocks that have none."""
-    slots = np.empty((n, levels), dtype=np.int32)
+    slots, last_use = np.empty((n, levels), dtype=np.int32), np.empty(n)
     slots.fill(ABSENT)
-    return slots, np.zeros(n), np.zeros(n, dtype=np.uint32)
+    last_use.fill(-np.inf)
+    return slots, last_use, np.zeros(n, dtype=np.uint32)
 
 
 def _used(slots: NDArray[np.int32]) -> int:

@@ -39,6 +39,8 @@ class Match:
     symbols: bytes = field(repr=False)
     """Of the matched blocks, and maybe of more; for the cache."""
     block_tokens: int = field(repr=False)
+    prompt_blocks: int = field(repr=False)
+    """Of the whole prompt."""
     epoch: bytes = field(repr=False)
     once: list[bool] = field(default_factory=lambda: [False], repr=False)
     """Whether its recency was counted already (it is, once per match)."""
@@ -108,7 +110,7 @@ class Pin:
 
 def no_match(prompt: Prompt, epoch: bytes) -> Match:
     """Nothing is cached, or nobody may say so."""
-    return Match(0, 0, {}, 0, 0 if prompt.token_count else None, 0.0, b"", prompt.block_tokens, epoch)
+    return Match(0, 0, {}, 0, 0 if prompt.token_count else None, 0.0, b"", prompt.block_tokens, prompt.n, epoch)
 
 
 def match_of(found: Found, prompt: Prompt, symbols: bytes, specs: Sequence[LevelSpec], epoch: bytes) -> Match:
@@ -119,7 +121,8 @@ def match_of(found: Found, prompt: Prompt, symbols: bytes, specs: Sequence[Level
     by_tier = {spec.name: count for spec, count in zip(specs, found.by_level, strict=True)}
     tokens, diverged = min(found.blocks * prompt.block_tokens, prompt.tokens), diverged_at(prompt, found.words)
     size = prompt.block_tokens
-    return Match(tokens, found.blocks, by_tier, found.pending, diverged, found.load_s, symbols, size, epoch)
+    pending, load_s = found.pending, found.load_s
+    return Match(tokens, found.blocks, by_tier, pending, diverged, load_s, symbols, size, prompt.n, epoch)
 
 
 def diverged_at(prompt: Prompt, words: int) -> int | None:

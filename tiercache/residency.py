@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.arrays import as_index, counting, present
-from tiercache.index import ABSENT, Node, Path, PrefixIndex
+from tiercache.index import ABSENT, Leaving, Node, Path, PrefixIndex
 from tiercache.keys import INT32_MIN
 from tiercache.slots import FREE, NO_OWNER, RESIDENT, SlotTable
 from tiercache.types import Bools, Floats, Idents, LevelSpec, Slots, Uses
@@ -31,11 +31,13 @@ class Residency:
     persistent level the ancestors have one in that very level.
     """
 
-    def __init__(self, specs: Sequence[LevelSpec], width: int) -> None:
+    def __init__(self, specs: Sequence[LevelSpec], width: int, leaving: Leaving | None = None) -> None:
+        """leaving: see `PrefixIndex`."""
         self.specs = tuple(specs)
         self.width = width
         self.tables = [SlotTable(spec.capacity) for spec in specs]
-        self.index = PrefixIndex(width, self.tables)
+        self._leaving = leaving
+        self.index = PrefixIndex(width, self.tables, leaving)
         self.stale: dict[Node, None] = {}
         self.restored: dict[Node, None] = {}
         """The same of what a restart found, as far as its own level goes; in other levels it has no place."""
@@ -47,7 +49,7 @@ class Residency:
 
     def forget_tree(self) -> None:
         """Start over with an empty tree. The caller has let go of every owned slot."""
-        self.index = PrefixIndex(self.width, self.tables)
+        self.index = PrefixIndex(self.width, self.tables, self._leaving)
         self.stale.clear()
         self.restored.clear()
 

@@ -98,14 +98,14 @@ class Running:
 
 
 class Bench:
-    def __init__(self, *specs, limits=None, epoch=b"epoch-0", recovered=None, **options):
+    def __init__(self, *specs, limits=None, epoch=b"epoch-0", recovered=None, policy="lru", **options):
         self.specs = specs
         self.limits = limits or Limits()
         self.epoch = epoch
         self.planner = Planner(
             specs,
             WIDTH,
-            make_policy("lru"),
+            make_policy(policy),
             namespace_digest=NAMESPACE,
             epoch=epoch,
             limits=self.limits,
@@ -192,7 +192,7 @@ class Bench:
         want = n if want is None else want
         endpoint = next(self._endpoints) if out else 0
         self.rows[endpoint] = [GARBAGE] * want
-        load = self.planner.plan_load(symbols, want, self.epoch, self.now, endpoint)
+        load = self.planner.plan_load(symbols, want, self.epoch, self.now, endpoint, prompt_blocks=n)
         self.loads[load.id] = (load, self.tokens_of(prompt))
         self._over([load] if load.done else [])
         self.take()

@@ -25,12 +25,13 @@ from tiercache.planner.results import Outcome, Results
 from tiercache.planner.room import Room
 from tiercache.planner.state import Limits, PlannerState
 from tiercache.planner.stores import StorePlan, Stores
+from tiercache.planner.uses import Uses
 from tiercache.planner.victims import Victims
 from tiercache.planner.writes import Writes
 from tiercache.policy import Policy
 from tiercache.residency import Residency
 from tiercache.slots import RESIDENT, WRITING
-from tiercache.types import LevelSpec, MoverMessage, NewEpoch, NoteUse, PlannerMessage, Recovered, Slots
+from tiercache.types import LevelSpec, MoverMessage, NewEpoch, PlannerMessage, Recovered, Slots
 
 __all__ = ["Found", "Outcome", "Planner"]
 
@@ -78,7 +79,7 @@ class Planner:
         a block promoted from a level of under five times the capacity leaves that one."""
         self._namespace_digest = namespace_digest
         self.state = PlannerState(
-            Residency(specs, width),
+            Residency(specs, width, policy.leave),
             policy,
             epoch,
             root_ident(namespace_digest, epoch),
@@ -86,6 +87,8 @@ class Planner:
             exclusive,
             write_after_s,
         )
+        policy.open(specs[0].capacity)
+        self.uses = Uses(self.state)
         self.victims = Victims(self.state)
         self.room = Room(self.state, self.victims)
         self.writes = Writes(self.state, self.room)
@@ -152,15 +155,22 @@ class Planner:
     # -- verbs --------------------------------------------------------------------------------------------------
 
     def plan_load(
-        self, symbols: bytes, want: int, epoch: bytes, now: float, endpoint: int = 0, touch: bool = True
+        self,
+        symbols: bytes,
+        want: int,
+        epoch: bytes,
+        now: float,
+        endpoint: int = 0,
+        touch: bool = True,
+        prompt_blocks: int = 0,
     ) -> Load:
         """Bring up to `want` leading blocks to level 0, or into the caller rows `endpoint`; touches the path, unless
-        this use was counted already."""
+        this use was counted already. prompt_blocks: all blocks of the prompt, where there are more."""
         self.state.now = now
         walk = self._walk(symbols, want, epoch)
         load = self.loads.plan(walk.path, want, endpoint)
         if load.blocks and touch:
-            self._touch(walk.path.shorten(load.blocks))
+            self.uses.note(walk.path.shorten(load.blocks), max(0, prompt_blocks - load.blocks))
         self.demotion.tend()
         return load
 
@@ -181,7 +191,7 @@ class Planner:
             walk = self.state.residency.index.walk(symbols, n)
             plan = self.stores.plan(walk, symbols, n, start, endpoint, partial)
             if plan.end:
-                self._touch(self.state.residency.index.walk(symbols, plan.end).path)
+                self.uses.note_stored(self.state.residency.index.walk(symbols, plan.end).path, walk.blocks, start)
         totals = self.state.totals
         totals.stores += 1
         totals.store_blocks_accepted += plan.accepted
@@ -191,11 +201,11 @@ class Planner:
         self.demotion.tend()
         return plan
 
-    def touch(self, symbols: bytes, n: int, epoch: bytes, now: float) -> int:
+    def touch(self, symbols: bytes, n: int, epoch: bytes, now: float, prompt_blocks: int = 0) -> int:
         """A request used the first n blocks of this prompt (an engine's own HBM hit, say). Returns blocks touched."""
         self.state.now = now
         walk = self._walk(symbols, n, epoch)
-        self._touch(walk.path)
+        self.uses.note(walk.path, max(0, prompt_blocks - walk.blocks))
         return walk.blocks
 
     def release(self, symbols: bytes, n: int, now: float) -> int:
@@ -276,6 +286,8 @@ class Planner:
         for level, table in enumerate(state.residency.tables):
             state.counters[level].detached += len(table.clear())
         state.residency.forget_tree()
+        state.policy.clear()
+        self.uses.clear()
         self.victims.clear()
         state.unwritten.clear()
         state.epoch = epoch
@@ -378,20 +390,3 @@ class Planner:
             self.state.totals.stale_epoch += 1
             return Walk(Path([], 0), 0, 0)
         return self.state.residency.index.walk(symbols, want)
-
-    def _touch(self, path: Path) -> None:
-        """The whole path was used now, on every level that holds it."""
-        state, residency = self.state, self.state.residency
-        for node, take in path:
-            node.last_use[:take] = state.now
-            node.uses[:take] += 1
-            residency.stale[node] = None
-        for level, spec in enumerate(state.specs):
-            if not spec.persistent or not path:
-                continue
-            slots = residency.index.gather(path)[level]
-            uses = path.uses()
-            there = slots >= 0
-            if there.any():
-                now = np.full(int(there.sum()), state.now)
-                state.outbox.append(NoteUse(slots[there].astype(np.int32), now, uses[there]))

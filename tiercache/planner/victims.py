@@ -97,6 +97,9 @@ class Victims:
         fits = (row >= 0) & (table.pins[where] == 0)
         fits &= (state == RESIDENT) | (state == BAD)
         fits &= node.last_use[begin : last + 1] == node.last_use[last]
+        if node.marks is not None and not self.state.specs[level].persistent:
+            bonuses = node.marks["bonus"][begin : last + 1]
+            fits &= bonuses == bonuses[-1]
         if not self.state.is_last(level):
             below = residency.copy_below(node, begin, last + 1, level)
             if node.partial and last == node.n - 1:
@@ -135,7 +138,9 @@ class Victims:
             or bool(residency.copy_below(node, last, last + 1, level)[0])
             or (node.partial and last == node.n - 1)
         )
-        key = self.state.policy.key(node.last_use.item(last), node.uses.item(last), node.depth + last)
+        key = node.last_use.item(last)
+        if node.marks is not None and not self.state.specs[level].persistent:
+            key += node.marks["bonus"].item(last)
         return droppable, (key, -(node.depth + last), node.id)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from tiercache.errors import ConfigError
-from tiercache.policy.base import Policy
+from tiercache.policy.base import MARK, Policy
 from tiercache.policy.lru import LRU
+from tiercache.policy.reuse import Reuse
 
-__all__ = ["LRU", "POLICIES", "Policy", "make_policy"]
+__all__ = ["LRU", "MARK", "POLICIES", "Policy", "Reuse", "make_policy"]
 
-POLICIES: dict[str, type[LRU]] = {LRU.name: LRU}
+POLICIES: dict[str, type[LRU] | type[Reuse]] = {LRU.name: LRU, Reuse.name: Reuse}
 """Name -> class, as accepted by configuration."""
 
 

@@ -1,14 +1,25 @@
 """The one interface of all eviction policies.
 
-A policy gives each block a key; the planner evicts the leaf with the smallest key first, ties deepest first. It holds
-no clock and does no I/O; `now` is an argument everywhere.
+The planner evicts the leaf with the smallest key first, ties deepest first. The key of a block is its last use in
+seconds plus a bonus, which the policy gives at each use: nothing for LRU, seconds (mostly negative) for a policy that
+expects some blocks to be used again sooner than others. So a key stands still between two uses of its block.
+
+A policy holds no clock and does no I/O. The planner calls it under its lock, for each request in this order: `begin`;
+`place` for runs of blocks that are new, `again` for those that were there; then `mark` for all of them.
 """
 
 from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Policy"]
+import numpy as np
+
+from tiercache.index import Node
+
+__all__ = ["MARK", "Policy"]
+
+MARK = np.dtype([("bonus", np.float32), ("kind", np.uint8)])
+"""What a policy keeps per block, in `Node.marks`: seconds, and a class of its own (None: no block has a bonus)."""
 
 
 @runtime_checkable
@@ -17,9 +28,28 @@ class Policy(Protocol):
 
     name: str
 
-    def key(self, last_use: float, uses: int, depth: int) -> float:
-        """Key of a block: smaller goes first. Pure between two touches of the block.
+    def open(self, capacity: int) -> None:
+        """The first level has so many slots. Called once, before all else."""
 
-        last_use: seconds, of the latest request whose path held the block (-inf: released). uses: how many such
-        requests. depth: blocks before it on its path.
-        """
+    def begin(self, now: float, new: int, taken: int, goes_on: bool) -> None:
+        """A request uses a path at `now` (seconds) and brings `new` blocks. taken: slots of the first level ever given
+        out, the measure of how much passes through it. goes_on: it began before, and stores now what it lacked then."""
+
+    def place(self, node: Node, begin: int, end: int) -> None:
+        """Blocks `[begin, end)` of a run are new in the tree. May set their `uses`, from what it remembers of them."""
+
+    def again(self, node: Node, begin: int, end: int) -> None:
+        """The request uses these blocks, which were there; `last_use` and `uses` are still those before it."""
+
+    def mark(self, node: Node, begin: int, end: int) -> None:
+        """Give the blocks that the request uses their marks. `last_use` and `uses` are still those before it."""
+
+    def move(self, node: Node, begin: int, end: int) -> None:
+        """The request goes on: these blocks, which it used before, get `last_use` of now and keep their marks.
+        `last_use` is still the old."""
+
+    def leave(self, node: Node, begin: int, end: int) -> None:
+        """Blocks `[begin, end)` of a run leave the tree; its arrays are still whole."""
+
+    def clear(self) -> None:
+        """The tree is empty again (a new epoch). What was learnt stays."""

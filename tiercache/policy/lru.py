@@ -6,14 +6,36 @@ order for free (measured equal to a per-block LRU touched from tail to root).
 
 from __future__ import annotations
 
+from tiercache.index import Node
+
 __all__ = ["LRU"]
 
 
 class LRU:
-    """Key = time of the last use."""
+    """No bonus for any block."""
 
     name = "lru"
 
-    def key(self, last_use: float, uses: int, depth: int) -> float:
-        """The block's last use, in seconds."""
-        return last_use
+    def open(self, capacity: int) -> None:
+        """See Policy."""
+
+    def begin(self, now: float, new: int, taken: int, goes_on: bool) -> None:
+        """See Policy."""
+
+    def place(self, node: Node, begin: int, end: int) -> None:
+        """See Policy."""
+
+    def again(self, node: Node, begin: int, end: int) -> None:
+        """See Policy."""
+
+    def mark(self, node: Node, begin: int, end: int) -> None:
+        """See Policy."""
+
+    def move(self, node: Node, begin: int, end: int) -> None:
+        """See Policy."""
+
+    def leave(self, node: Node, begin: int, end: int) -> None:
+        """See Policy."""
+
+    def clear(self) -> None:
+        """See Policy."""

@@ -216,7 +216,7 @@ class PlanDriver(Driver):
         opened = _Open(None, ())
         if found.blocks:
             self.delivery.expect_load()
-            load = planner.plan_load(symbols, found.blocks, _EPOCH, self._now)
+            load = planner.plan_load(symbols, found.blocks, _EPOCH, self._now, prompt_blocks=n)
             opened = _Open(load, load.by_level)
             self._hand_over()
         if found.blocks < n:

@@ -78,7 +78,7 @@ class ReplayOptions:
     """Payload of one block."""
     block_tokens: int | None = None
     """Tokens per block of the trace, where its file does not say: None is 512."""
-    policy: str = "lru"
+    policy: str = "reuse"
     in_flight: int = 4
     """Requests in flight: step i delivers the results of jobs issued up to step i - in_flight."""
     write_after_s: float | None = None

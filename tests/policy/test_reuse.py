@@ -1,0 +1,125 @@
+"""Reuse, by runs of blocks, against the same rules block by block."""
+
+import math
+import random
+
+import pytest
+from planner_kit import Bench, dram, nvme
+
+from tiercache.policy.reuse import FADE, FADE_EVERY, GAP_FADE, PRIOR, STRENGTH, WINDOW
+
+
+class Blocks:
+    """The rules of the policy, told block by block. A block is the prompt that ends with it."""
+
+    def __init__(self, capacity):
+        self.window = WINDOW * capacity
+        self.seen, self.again = [0.0] * 48, [0.0] * 48
+        self.mean, self.gap_sum, self.gap_count, self.requests = 0.5, 0.0, 0.0, 0
+        self.last = {}
+        """Block -> (time, class, slots given out before that request), of all that is not forgotten."""
+        self.uses, self.bonus, self.given_out = {}, {}, {}
+
+    def stage(self, prompt, begin, end, now, given_out, size, goes_on, new=False):
+        """A request uses blocks `[begin, end)` of its prompt: what it loads, or what it stores."""
+        for block, (_, kind, before) in list(self.last.items()):
+            if before < given_out - self.window:
+                self.seen[kind] += 1
+                del self.last[block]
+        self.requests += not goes_on
+        if not goes_on and self.requests % FADE_EVERY == 0:
+            self.seen = [each * FADE for each in self.seen]
+            self.again = [each * FADE for each in self.again]
+            self.mean = (sum(self.again) + 1) / (sum(self.seen) + 2)
+        given_out, bonuses = self.given_out.setdefault(now, given_out), {}
+        for i in range(begin if goes_on else 0):  # used by this request before, only later than it seemed
+            self.last[prompt[: i + 1]] = (now, self.last[prompt[: i + 1]][1], given_out)
+        for i in range(begin, end):
+            if new and prompt[: i + 1] not in self.last:  # neither there nor remembered: it begins anew
+                self.uses.pop(prompt[: i + 1], None)
+            self.came_back(prompt[: i + 1], now)
+        for i in range(begin, end):
+            block = prompt[: i + 1]
+            partial = block[-1].isupper()
+            kind = (size * 3 + min(self.uses.get(block, 0), 2)) * 2 + partial
+            if kind not in bonuses:
+                share = (self.again[kind] + PRIOR * self.mean) / (self.seen[kind] + PRIOR)
+                gap = self.gap_sum / self.gap_count if self.gap_count else 0.0
+                bonuses[kind] = STRENGTH * gap * math.log(share)
+            self.last[block] = (now, kind, given_out)
+            self.uses[block] = self.uses.get(block, 0) + 1
+            self.bonus[block] = bonuses[kind]
+
+    def request(self, prompt, found, there, loaded, stored):
+        """`found` blocks were there before it, `there` after it. loaded, stored: time, and slots given out."""
+        if found:
+            self.stage(prompt, 0, found, *loaded, min(7, (len(prompt) - found).bit_length()), False)
+        if found < len(prompt) and there:
+            self.stage(prompt, found, there, *stored, min(7, (there - found).bit_length()), found > 0, new=True)
+
+    def came_back(self, block, now):
+        last = self.last.get(block)
+        if last is None:
+            return
+        time, kind, _ = last
+        self.seen[kind] += 1
+        self.again[kind] += 1
+        self.gap_sum = self.gap_sum * GAP_FADE + now - time
+        self.gap_count = self.gap_count * GAP_FADE + 1
+
+
+def serve(bench, prompt, later=0.0):
+    """One request: lookup, load, and `later` the store of the rest. Returns blocks found, and blocks there after it."""
+    load = bench.load(prompt, out=True)
+    bench.now += later
+    plan = bench.stored(prompt, load.blocks) if load.blocks < len(prompt) else None
+    bench.deliver_all()
+    return load.blocks, load.blocks + (plan.accepted if plan else 0)
+
+
+def prompts(chance, n):
+    """Conversations that grow, and prompts that come once; some with a partial tail."""
+    talks = ["s", "s", "t", ""]
+    for _ in range(n):
+        if chance.random() < 0.4:
+            yield chance.choice(["s", ""]) + "".join(chance.choice("abcdefgh") for _ in range(chance.randint(1, 9)))
+            continue
+        which = chance.randrange(len(talks))
+        if len(talks[which]) > 20:
+            talks[which] = chance.choice("stuv")
+        talks[which] += "".join(chance.choice("mnop") for _ in range(chance.randint(0, 4)))
+        yield talks[which] + (chance.choice("XYZ") if chance.random() < 0.3 or not talks[which] else "")
+
+
+def marks_of(bench):
+    """Block -> (last use, uses, bonus) of all that is in the tree."""
+    found = {}
+    by_ident = {ident: prompt for ident, (_, prompt) in bench.tokens.items()}
+    for node in bench.state.residency.index.walk_nodes():
+        for i in range(node.n):
+            bonus = float(node.marks["bonus"][i]) if node.marks is not None else 0.0
+            found[by_ident[int(node.idents[i])]] = (float(node.last_use[i]), int(node.uses[i]), bonus)
+    return found
+
+
+@pytest.mark.parametrize("later", [0.0, 3.0])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("capacity", [6, 24, 70])
+def test_counts_and_bonuses_are_those_of_the_rules_block_by_block(capacity, seed, later):
+    chance = random.Random(seed * 1000 + capacity)
+    bench, rules = Bench(dram(capacity), policy="reuse"), Blocks(capacity)
+    policy = bench.state.policy
+    came_back = 0
+    for prompt in prompts(chance, 250):
+        bench.now += chance.choice([0.5, 1.0, 7.0])
+        began, given_out = bench.now, bench.tables[0].taken
+        found, there = serve(bench, prompt, later)
+        came_back += found
+        rules.request(prompt, found, there, (began, given_out), (bench.now, bench.tables[0].taken))
+        assert policy._seen == pytest.approx(rules.seen), prompt
+        assert policy._again == pytest.approx(rules.again), prompt
+        for block, (last_use, uses, bonus) in marks_of(bench).items():
+            assert (last_use, uses) == (rules.last[block][0] if block in rules.last else last_use, rules.uses[block])
+            assert bonus == pytest.approx(rules.bonus[block], rel=1e-5), block
+    assert came_back > 100 and sum(rules.again) > 20 and sum(rules.seen) > sum(rules.again) + 20
+    assert bench.planner.check() == []

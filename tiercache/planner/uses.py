@@ -1,0 +1,106 @@
+"""Uses: what requests used and when, on the tree, for the policy, and for a level that outlives the process."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from tiercache.index import Node, Path
+from tiercache.planner.state import PlannerState
+from tiercache.types import NoteUse
+
+__all__ = ["Uses"]
+
+_MOST_SERVED = 1024
+"""Requests that found something and may yet store the rest."""
+
+
+class Uses:
+    """Notes uses of paths, at `state.now`. One request is one use, also where it loads first and stores later."""
+
+    def __init__(self, state: PlannerState) -> None:
+        self.state = state
+        self._served: OrderedDict[int, int] = OrderedDict()
+        """Requests that found the path down to the block of this ident, and store more below it: how many of them."""
+
+    def clear(self) -> None:
+        """The tree is empty again."""
+        self._served.clear()
+
+    def note(self, path: Path, new: int) -> None:
+        """A request used this path, and brings `new` more blocks."""
+        if not path:
+            return
+        self._begin(new)
+        for node, take in path:
+            self.state.policy.again(node, 0, take)
+        for node, take in path:
+            self._mark(node, 0, take)
+        self._note_persistent(path)
+        if new:
+            node, take = path.end
+            ident = node.idents.item(take - 1)
+            self._served[ident] = self._served.get(ident, 0) + 1
+            self._served.move_to_end(ident)
+            if len(self._served) > _MOST_SERVED:
+                self._served.popitem(last=False)
+
+    def note_stored(self, path: Path, known: int, start: int) -> None:
+        """A request stored the blocks of this path from `start` on; the first `known` were in the tree before.
+
+        Where a request used the path down to `start` before, this is the rest of it: what was known is not used once
+        more, only later than it seemed.
+        """
+        policy = self.state.policy
+        goes_on = self._goes_on(path, start)
+        self._begin(max(0, path.blocks - known), goes_on)
+        stretches = [(node, min(take, max(0, known - node.depth)), take) for node, take in path]
+        for node, old, take in stretches:
+            if goes_on:
+                policy.move(node, 0, old)
+            else:
+                policy.again(node, 0, old)
+            policy.place(node, old, take)
+        for node, old, take in stretches:
+            if goes_on:
+                node.last_use[:old] = self.state.now
+                self._mark(node, old, take)
+            else:
+                self._mark(node, 0, take)
+        self._note_persistent(path)
+
+    def _begin(self, new: int, goes_on: bool = False) -> None:
+        self.state.policy.begin(self.state.now, new, self.state.residency.tables[0].taken, goes_on)
+
+    def _mark(self, node: Node, begin: int, end: int) -> None:
+        """These blocks are used once more, now."""
+        if begin < end:
+            self.state.policy.mark(node, begin, end)
+            node.last_use[begin:end] = self.state.now
+            node.uses[begin:end] += 1
+        self.state.residency.stale[node] = None
+
+    def _goes_on(self, path: Path, start: int) -> bool:
+        """Is this the store of a request that was noted down to `start`? Each is asked for once."""
+        above = path.shorten(start)
+        if not 0 < start == above.blocks:
+            return False
+        node, take = above.end
+        ident = node.idents.item(take - 1)
+        count = self._served.pop(ident, 0)
+        if count > 1:
+            self._served[ident] = count - 1
+        return count > 0
+
+    def _note_persistent(self, path: Path) -> None:
+        """Tell the level that outlives the process."""
+        state, residency = self.state, self.state.residency
+        for level, spec in enumerate(state.specs):
+            if not spec.persistent:
+                continue
+            slots = residency.index.gather(path)[level]
+            there = slots >= 0
+            if there.any():
+                now = np.full(int(there.sum()), state.now)
+                state.outbox.append(NoteUse(slots[there].astype(np.int32), now, path.uses()[there]))

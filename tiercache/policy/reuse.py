@@ -1,0 +1,249 @@
+"""Reuse: recency plus what is learnt of each class of blocks, the default policy.
+
+A block's key is its last use plus `STRENGTH * gap * ln p`: p is the share of the blocks of its class that are used
+again, gap the mean time between two uses. A block of a class of which half comes back so leaves as if it had been used
+1.4 gaps earlier. As long as nothing is learnt all classes are alike, and this is leaf-first LRU exactly.
+
+The class of a use: how many new blocks the request brought (powers of two), how often the block was used before (0, 1,
+more), and whether it is a partial tail. A use is "again" when it comes before WINDOW times the capacity has passed
+through the first level, whether or not the block was still there: what left is remembered as long (ghosts). p has a
+prior of PRIOR observations at the mean of all classes, and old observations fade, so that it follows the load.
+
+Everything is counted by runs of blocks. The uses of one instant are one `_Instant`, and blocks know theirs by their
+`last_use`; along a path `last_use` never rises, so the two ends of a stretch tell whether all of it is of one instant.
+
+Per-block reference, measured on real traces: see docs/policy.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.arrays import first_false, true_at
+from tiercache.index import Node
+from tiercache.policy.base import MARK
+from tiercache.types import Idents, Uses
+
+__all__ = ["Reuse"]
+
+STRENGTH = 2.0
+WINDOW = 4
+"""Capacities of the first level; after that a block that was not used again counts as one that never is."""
+PRIOR = 30.0
+FADE = 0.995
+"""Of all observations, every FADE_EVERY requests."""
+FADE_EVERY = 50
+GAP_FADE = 0.9999
+"""Of the gaps, per block."""
+_SIZES, _USES = 8, 3
+_CLASSES = _SIZES * _USES * 2
+_MOST_INSTANTS = 1 << 16
+"""More are not remembered, however little passes through the first level."""
+
+
+@dataclass(slots=True, eq=False)
+class _Instant:
+    """All blocks whose last use was at one time."""
+
+    time: float
+    taken: int
+    """Slots given out before it."""
+    waiting: dict[int, int] = field(default_factory=dict)
+    """Per class, blocks of which it is not known yet whether they are used again."""
+    ghosts: list[int] = field(default_factory=list)
+    """First idents of stretches that left the tree since."""
+
+
+@dataclass(slots=True, eq=False)
+class _Ghost:
+    """A stretch of blocks that left the tree."""
+
+    idents: Idents
+    uses: Uses
+    kinds: bytes
+    instant: _Instant
+
+
+class Reuse:
+    """See the module."""
+
+    name = "reuse"
+
+    def __init__(self) -> None:
+        self._window = 0
+        self._seen = [0.0] * _CLASSES
+        self._again = [0.0] * _CLASSES
+        self._mean = 0.5
+        self._gap_sum = self._gap_count = 0.0
+        self._requests = 0
+        self._instants: dict[float, _Instant] = {}
+        self._order: deque[_Instant] = deque()
+        self._ghosts: dict[int, _Ghost] = {}
+        """By the ident of their first block."""
+        self._now = _Instant(-math.inf, 0)
+        self._size = 0
+        self._bonuses: dict[int, float] = {}
+        """Of this request, by class."""
+
+    def open(self, capacity: int) -> None:
+        """See Policy."""
+        self._window = WINDOW * capacity
+
+    def clear(self) -> None:
+        """See Policy."""
+        self._instants.clear()
+        self._order.clear()
+        self._ghosts.clear()
+
+    # -- a request --------------------------------------------------------------------------------------------------
+
+    def begin(self, now: float, new: int, taken: int, goes_on: bool) -> None:
+        """See Policy."""
+        self._expire(taken - self._window)
+        self._requests += not goes_on
+        if not goes_on and self._requests % FADE_EVERY == 0:
+            self._seen = [each * FADE for each in self._seen]
+            self._again = [each * FADE for each in self._again]
+            self._mean = (sum(self._again) + 1) / (sum(self._seen) + 2)
+        self._size = min(_SIZES - 1, new.bit_length())
+        self._bonuses.clear()
+        instant = self._instants.get(now)
+        if instant is None:
+            instant = self._instants[now] = _Instant(now, taken)
+            self._order.append(instant)
+        self._now = instant
+
+    def _expire(self, taken: int) -> None:
+        """What was last used before so many slots were given out will not be used again."""
+        order = self._order
+        while order and (order[0].taken < taken or len(order) > _MOST_INSTANTS):
+            instant = order.popleft()
+            for kind, count in instant.waiting.items():
+                self._seen[kind] += count
+            del self._instants[instant.time]
+            for ident in instant.ghosts:
+                ghost = self._ghosts.get(ident)
+                if ghost is not None and ghost.instant is instant:
+                    del self._ghosts[ident]
+
+    def place(self, node: Node, begin: int, end: int) -> None:
+        """See Policy."""
+        at = begin
+        while at < end:
+            ghost = self._ghosts.pop(node.idents.item(at), None)
+            if ghost is None:
+                return
+            limit = min(end - at, len(ghost.idents))
+            same = first_false(node.idents[at : at + limit] == ghost.idents[:limit])
+            self._came_back(ghost.instant, ghost.kinds[:same])
+            node.uses[at : at + same] = ghost.uses[:same]
+            at += same
+            if same < len(ghost.idents):  # the rest is on another branch, or did not come along
+                self._remember(_Ghost(ghost.idents[same:], ghost.uses[same:], ghost.kinds[same:], ghost.instant))
+
+    def again(self, node: Node, begin: int, end: int) -> None:
+        """See Policy."""
+        if node.marks is None:
+            return
+        kinds = node.marks["kind"]
+        for first, last, instant in self._stretches(node, begin, end):
+            if instant is not None:
+                self._came_back(instant, kinds[first:last].tobytes())
+
+    def mark(self, node: Node, begin: int, end: int) -> None:
+        """See Policy."""
+        if node.marks is None:
+            node.marks = np.zeros(node.n, dtype=MARK)
+        tail = end - 1 if node.partial and end == node.n else end
+        for first, last in _alike(node.uses, begin, tail):
+            self._mark(node.marks, first, last, self._kind(node.uses.item(first), 0))
+        if tail < end:
+            self._mark(node.marks, tail, end, self._kind(node.uses.item(tail), 1))
+
+    def _kind(self, uses: int, partial: int) -> int:
+        """Class of a block that was used so often before this request."""
+        return (self._size * _USES + min(uses, _USES - 1)) * 2 + partial
+
+    def _mark(self, marks: NDArray[np.void], begin: int, end: int, kind: int) -> None:
+        marks["kind"][begin:end] = kind
+        marks["bonus"][begin:end] = self._bonus(kind)
+        self._now.waiting[kind] = self._now.waiting.get(kind, 0) + end - begin
+
+    def _bonus(self, kind: int) -> float:
+        bonus = self._bonuses.get(kind)
+        if bonus is None:
+            share = (self._again[kind] + PRIOR * self._mean) / (self._seen[kind] + PRIOR)
+            gap = self._gap_sum / self._gap_count if self._gap_count else 0.0
+            bonus = self._bonuses[kind] = STRENGTH * gap * math.log(share)
+        return bonus
+
+    def move(self, node: Node, begin: int, end: int) -> None:
+        """See Policy."""
+        if node.marks is None:
+            return
+        kinds = node.marks["kind"]
+        for first, last, instant in self._stretches(node, begin, end):
+            if instant is not None:
+                for kind, count in _counts(kinds[first:last].tobytes()):
+                    instant.waiting[kind] -= count
+                    self._now.waiting[kind] = self._now.waiting.get(kind, 0) + count
+
+    def leave(self, node: Node, begin: int, end: int) -> None:
+        """See Policy."""
+        if node.marks is None:
+            return
+        for first, last, instant in self._stretches(node, begin, end):
+            if instant is not None:
+                kinds = node.marks["kind"][first:last].tobytes()
+                self._remember(_Ghost(node.idents[first:last].copy(), node.uses[first:last].copy(), kinds, instant))
+
+    # -- counting ---------------------------------------------------------------------------------------------------
+
+    def _remember(self, ghost: _Ghost) -> None:
+        first = ghost.idents.item(0)
+        self._ghosts[first] = ghost
+        ghost.instant.ghosts.append(first)
+
+    def _stretches(self, node: Node, begin: int, end: int) -> list[tuple[int, int, _Instant | None]]:
+        """Bounds of the stretches last used at one instant, and that instant (None: forgotten)."""
+        times = node.last_use
+        return [(a, b, self._instants.get(times.item(a))) for a, b in _alike(times, begin, end)]
+
+    def _came_back(self, instant: _Instant, kinds: bytes) -> None:
+        """Blocks last used then are used now; those of the same instant are one use."""
+        same = instant is self._now
+        for kind, count in _counts(kinds):
+            instant.waiting[kind] -= count
+            if not same:
+                self._seen[kind] += count
+                self._again[kind] += count
+        gap, n = self._now.time - instant.time, len(kinds)
+        if gap > 0:
+            faded = GAP_FADE**n
+            self._gap_sum = self._gap_sum * faded + gap * (1 - faded) / (1 - GAP_FADE)
+            self._gap_count = self._gap_count * faded + (1 - faded) / (1 - GAP_FADE)
+
+
+def _alike(values: NDArray[np.generic], begin: int, end: int) -> list[tuple[int, int]]:
+    """Bounds of the stretches of one value within `[begin, end)`, where values never rise."""
+    if begin == end or values.item(begin) == values.item(end - 1):
+        return [(begin, end)] * (begin < end)
+    values = values[begin:end]
+    cuts = (true_at(values[1:] != values[:-1]) + begin + 1).tolist()
+    return list(itertools.pairwise([begin, *cuts, end]))
+
+
+def _counts(kinds: bytes) -> list[tuple[int, int]]:
+    """How often each class occurs."""
+    found = []
+    while kinds:
+        kind, n = kinds[0], len(kinds)
+        kinds = kinds.replace(kinds[:1], b"")
+        found.append((kind, n - len(kinds)))
+    return found
