@@ -21,7 +21,7 @@ from tiercache.sim.report import PhaseReport, ReplayReport, TierReport
 
 REPORT = ReplayReport(
     trace="t.jsonl",
-    policy="lru",
+    policy="reuse",
     data=True,
     block_tokens=512,
     block_nbytes=4096,
@@ -110,7 +110,7 @@ def test_options_by_default(commands: Commands) -> None:
     assert commands.replay("example") == 0
     assert commands.options == ReplayOptions(trace="example", dram=1 << 30)
     options = commands.options
-    assert (options.block_nbytes, options.in_flight, options.policy) == (256 * 1024, 4, "lru")
+    assert (options.block_nbytes, options.in_flight, options.policy) == (256 * 1024, 4, "reuse")
     assert options.write_after_s is None
     assert options.trace_path.name == "mooncake_conversation_3000.jsonl.gz"
 

@@ -232,7 +232,7 @@ def test_tiers_alone_are_enough() -> None:
     settings = _settings(["dram:8GiB", NVMe("/mnt/kv", "200GiB")])
     assert settings.tiers == (DRAM("8GiB"), NVMe("/mnt/kv", "200GiB"))
     assert (settings.layout, settings.namespace, settings.epoch) == (None, None, None)
-    assert (settings.block_tokens, settings.policy, settings.exclusive, settings.switch) == (16, "lru", None, "on")
+    assert (settings.block_tokens, settings.policy, settings.exclusive, settings.switch) == (16, "reuse", None, "on")
 
 
 def test_short_forms_become_objects() -> None:

@@ -184,10 +184,8 @@ class TieredKVCache:
                 endpoint, want = 0, match.blocks
                 if rows is not None:
                     endpoint, want = self._link.attach(stack, rows), min(want, rows.n)
-                first, match.once[0] = not match.once[0], True
-                load = stack.planner.plan_load(
-                    match.symbols, want, match.epoch, clock(), endpoint, first, match.prompt_blocks
-                )
+                total, match.once[0] = None if match.once[0] else match.prompt_blocks, True
+                load = stack.planner.plan_load(match.symbols, want, match.epoch, clock(), endpoint, total)
                 expected = self._link.expect(future, load, match, out)
         if load is None:
             memory = stack.memory if stack is not None else None
@@ -471,11 +469,8 @@ class TieredKVCache:
 
     def __repr__(self) -> str:
         tiers = ", ".join(type(tier).__name__ for tier in self.settings.tiers)
-        state = (
-            "closed"
-            if self._link.closed
-            else ("open" if self._link.stack is not None else "open, layout not known yet")
-        )
+        known = "open" if self._link.stack is not None else "open, layout not known yet"
+        state = "closed" if self._link.closed else known
         return f"TieredKVCache({tiers}; {state})"
 
     def abandon(self) -> None:

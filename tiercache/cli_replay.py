@@ -61,7 +61,7 @@ def add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     tiers.add_argument("--dram", metavar="SIZE", default="1GiB", help="DRAM tier (default: 1GiB)")
     tiers.add_argument("--nvme", metavar="DIR:SIZE", help="NVMe tier in DIR; with --no-data, SIZE alone will do")
     tiers.add_argument("--block-bytes", metavar="BYTES", default="256KiB", help="payload of a block (default: 256KiB)")
-    tiers.add_argument("--policy", metavar="NAME", default="reuse", help="eviction policy: reuse or lru (default: reuse)")
+    tiers.add_argument("--policy", metavar="NAME", default="reuse", help="reuse (default) or lru: what leaves first")
     tiers.add_argument(
         "--write-after",
         metavar="SECONDS",

@@ -166,7 +166,9 @@ class Driver:
 
     def _open(self, tiers: list[Any], block_nbytes: int) -> None:
         self._close()
-        self.cache = TieredKVCache(tiers, layout=KVLayout((block_nbytes,), "uint8"), namespace="bench", exclusive=False)
+        layout = KVLayout((block_nbytes,), "uint8")
+        # LRU: other prompts must push one out of DRAM however often it was used
+        self.cache = TieredKVCache(tiers, layout=layout, namespace="bench", policy="lru", exclusive=False)
 
     def _open_disk(self) -> None:
         n, block_nbytes = self.blocks.shape

@@ -64,7 +64,7 @@ def test_disks_are_raced_and_wrong_bytes_end_a_contestant(race: Any) -> None:
     found = by_case(race)
     for case in ("store, 64 KiB", "store, durable, 64 KiB", "read warm, 64 KiB", "read cold, 64 KiB"):
         own, good = found["disk", case, "tiercache"], found["disk", case, "good"]
-        assert (own["status"], good["status"]) == ("ok", "ok")
+        assert (own["status"], good["status"]) == ("ok", "ok"), own
         assert own["rounds"] == good["rounds"] == race.plan.rounds
         assert 0 < good["over_own"]["min"] <= good["over_own"]["median"] <= good["over_own"]["max"]
         assert own["over_own"] == {"median": 1.0, "min": 1.0, "max": 1.0}

@@ -44,7 +44,7 @@ class Blocks:
             kind = (size * 3 + min(self.uses.get(block, 0), 2)) * 2 + partial
             if kind not in bonuses:
                 share = (self.again[kind] + PRIOR * self.mean) / (self.seen[kind] + PRIOR)
-                gap = self.gap_sum / self.gap_count if self.gap_count else 0.0
+                gap = self.gap_sum / self.gap_count if self.gap_count >= PRIOR else 0.0
                 bonuses[kind] = STRENGTH * gap * math.log(share)
             self.last[block] = (now, kind, given_out)
             self.uses[block] = self.uses.get(block, 0) + 1
@@ -123,3 +123,61 @@ def test_counts_and_bonuses_are_those_of_the_rules_block_by_block(capacity, seed
             assert bonus == pytest.approx(rules.bonus[block], rel=1e-5), block
     assert came_back > 100 and sum(rules.again) > 20 and sum(rules.seen) > sum(rules.again) + 20
     assert bench.planner.check() == []
+
+
+def waiting_of(bench):
+    """Per instant that is remembered, the blocks that wait there: by its counts, and by the blocks and ghosts."""
+    policy = bench.state.policy
+    counted = {each.time: sum(each.waiting.values()) for each in policy._order}
+    there = dict.fromkeys(counted, 0)
+    for node in bench.state.residency.index.walk_nodes():
+        for time in node.last_use.tolist():
+            if time in there and node.marks is not None:
+                there[time] += 1
+    for ghost in policy._ghosts.values():
+        there[ghost.instant.time] += len(ghost.idents)
+    return counted, there
+
+
+def test_a_request_that_stores_when_its_load_is_long_forgotten():
+    bench = Bench(dram(8), policy="reuse")
+    bench.stored("ab")
+    bench.now += 1
+    bench.load("abcd", 2)
+    for i in range(10):
+        bench.now += 1
+        bench.stored("vwxyz"[i % 5] * 6)
+        bench.load("ab", 2, out=True)
+        bench.deliver_all()
+    bench.now += 1
+    bench.stored("abcd", 2)
+    bench.now += 1
+    assert bench.load("abcd", out=True).blocks == 4
+    counted, there = waiting_of(bench)
+    assert counted == there and min(counted.values()) >= 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_block_waits_at_its_instant_whatever_happens(seed):
+    """Loads, stores, invalidation, a lower level, several requests at once, credits that run out."""
+    chance = random.Random(seed)
+    bench = Bench(dram(20), nvme(40), policy="reuse")
+    served = []
+    for prompt in prompts(chance, 300):
+        bench.now += chance.choice([0.0, 1.0])
+        action = chance.random()
+        if action < 0.55:
+            served.append((prompt, bench.load(prompt, out=True).blocks))
+        elif action < 0.65:
+            bench.touch(prompt)
+        elif action < 0.7:
+            bench.planner.invalidate(*bench.encode(prompt[:3]), bench.now)
+            bench.take()
+        if served and chance.random() < 0.6:
+            earlier, blocks = served.pop(chance.randrange(len(served)))
+            bench.store(earlier, blocks)
+        if chance.random() < 0.4:
+            bench.deliver_all()
+        counted, there = waiting_of(bench)
+        assert {k: v for k, v in counted.items() if v} == {k: v for k, v in there.items() if v}
+        assert bench.planner.check() == []

@@ -155,21 +155,17 @@ class Planner:
     # -- verbs --------------------------------------------------------------------------------------------------
 
     def plan_load(
-        self,
-        symbols: bytes,
-        want: int,
-        epoch: bytes,
-        now: float,
-        endpoint: int = 0,
-        touch: bool = True,
-        prompt_blocks: int = 0,
+        self, symbols: bytes, want: int, epoch: bytes, now: float, endpoint: int = 0, prompt_blocks: int | None = 0
     ) -> Load:
-        """Bring up to `want` leading blocks to level 0, or into the caller rows `endpoint`; touches the path, unless
-        this use was counted already. prompt_blocks: all blocks of the prompt, where there are more."""
+        """Bring up to `want` leading blocks to level 0, or into the caller rows `endpoint`; touches the path.
+
+        prompt_blocks: all blocks of the prompt, where it has more (the request will bring the rest); None: this use was
+        counted already.
+        """
         self.state.now = now
         walk = self._walk(symbols, want, epoch)
         load = self.loads.plan(walk.path, want, endpoint)
-        if load.blocks and touch:
+        if load.blocks and prompt_blocks is not None:
             self.uses.note(walk.path.shorten(load.blocks), max(0, prompt_blocks - load.blocks))
         self.demotion.tend()
         return load

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,7 +54,7 @@ class _Instant:
     time: float
     taken: int
     """Slots given out before it."""
-    waiting: dict[int, int] = field(default_factory=dict)
+    waiting: Counter[int] = field(default_factory=Counter)
     """Per class, blocks of which it is not known yet whether they are used again."""
     ghosts: list[int] = field(default_factory=list)
     """First idents of stretches that left the tree since."""
@@ -173,26 +173,26 @@ class Reuse:
     def _mark(self, marks: NDArray[np.void], begin: int, end: int, kind: int) -> None:
         marks["kind"][begin:end] = kind
         marks["bonus"][begin:end] = self._bonus(kind)
-        self._now.waiting[kind] = self._now.waiting.get(kind, 0) + end - begin
+        self._now.waiting[kind] += end - begin
 
     def _bonus(self, kind: int) -> float:
         bonus = self._bonuses.get(kind)
         if bonus is None:
             share = (self._again[kind] + PRIOR * self._mean) / (self._seen[kind] + PRIOR)
-            gap = self._gap_sum / self._gap_count if self._gap_count else 0.0
+            gap = self._gap_sum / self._gap_count if self._gap_count >= PRIOR else 0.0
             bonus = self._bonuses[kind] = STRENGTH * gap * math.log(share)
         return bonus
 
     def move(self, node: Node, begin: int, end: int) -> None:
         """See Policy."""
         if node.marks is None:
-            return
+            node.marks = np.zeros(node.n, dtype=MARK)
         kinds = node.marks["kind"]
         for first, last, instant in self._stretches(node, begin, end):
-            if instant is not None:
-                for kind, count in _counts(kinds[first:last].tobytes()):
+            for kind, count in _counts(kinds[first:last].tobytes()):
+                if instant is not None:  # else it was given up meanwhile, and waits once more
                     instant.waiting[kind] -= count
-                    self._now.waiting[kind] = self._now.waiting.get(kind, 0) + count
+                self._now.waiting[kind] += count
 
     def leave(self, node: Node, begin: int, end: int) -> None:
         """See Policy."""
