@@ -86,7 +86,7 @@ class PlannerRig:
         specs = [LevelSpec("dram", dram, block_nbytes)]
         if nvme is not None:
             specs.append(LevelSpec("nvme", nvme, block_nbytes, persistent=True, pool_threads=8))
-        self.planner = Planner(specs, symbol_nbytes(BLOCK_TOKENS), make_policy("lru"), epoch=b"bench")
+        self.planner = Planner(specs, symbol_nbytes(BLOCK_TOKENS), make_policy("reuse"), epoch=b"bench")
         self.block_nbytes = block_nbytes
         self.jobs = 0
         self._now = 1000.0

@@ -43,7 +43,7 @@ def test_ascending_is_a_sorted_copy(slots: np.ndarray) -> None:
     assert (slots == kept).all()
 
 
-@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 500])
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 500, 1 << 14, (1 << 14) + 1])
 def test_neighbours_are_a_slice(n: int) -> None:
     slots = np.arange(40, 40 + n, dtype=np.int32)
     assert as_index(slots) == slice(40, 40 + n)

@@ -22,6 +22,7 @@ from tiercache.sim.report import PhaseReport, ReplayReport, TierReport
 REPORT = ReplayReport(
     trace="t.jsonl",
     policy="reuse",
+    hints="none",
     data=True,
     block_tokens=512,
     block_nbytes=4096,

@@ -19,6 +19,7 @@ _LISTED = 64
 """Up to so many numbers a list is compared sooner than an array."""
 _NUMBERS = np.arange(1 << 14, dtype=np.int32)
 _NUMBERS.flags.writeable = False
+_NUMBER_BYTES = _NUMBERS.tobytes()
 _NONE = np.empty(0, dtype=np.int64)
 _NONE.flags.writeable = False
 
@@ -36,6 +37,8 @@ def as_index(slots: Slots) -> slice | Slots:
         return slots
     if n <= _LISTED:
         follow = slots.tolist() == list(range(first, first + n))
+    elif n <= len(_NUMBERS):  # comparing bytes costs a third of comparing numbers
+        follow = (slots - first).tobytes() == _NUMBER_BYTES[: 4 * n]
     else:
         follow = bool((slots[1:] - slots[:-1] == 1).all())
     return slice(first, first + n) if follow else slots

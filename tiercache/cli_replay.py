@@ -70,6 +70,12 @@ def add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     replay = parser.add_argument_group("the replay")
     replay.add_argument("--in-flight", metavar="N", type=int, default=4, help="requests in flight (default: 4)")
+    replay.add_argument(
+        "--hints",
+        choices=["none", "perfect"],
+        default="none",
+        help="perfect: release each conversation after its last request, as the trace knows (default: none)",
+    )
     replay.add_argument("--requests", metavar="N", type=int, help="only the first N requests")
     replay.add_argument(
         "--block-tokens", metavar="N", type=int, help="tokens per block of a JSONL trace (default: 512)"
@@ -102,6 +108,7 @@ def options_of(args: argparse.Namespace) -> ReplayOptions:
         block_nbytes=parse_size(args.block_bytes, "--block-bytes"),
         block_tokens=args.block_tokens,
         policy=args.policy,
+        hints=args.hints,
         in_flight=args.in_flight,
         write_after_s=_parse_write_after(args.write_after),
         no_data=args.no_data,
@@ -175,7 +182,8 @@ def replay_text(report: ReplayReport) -> str:
         _notes(report),
     )
     columns = ["requests", "count", "prompt tokens", "hit ratio", *[f"from {tier.name}" for tier in report.tiers]]
-    title = f"{report.trace}: {report.policy}, blocks of {report.block_tokens} tokens{_block_size(report)}"
+    told = ", told of every end" if report.hints == "perfect" else ""
+    title = f"{report.trace}: {report.policy}{told}, blocks of {report.block_tokens} tokens{_block_size(report)}"
     verdict = f"FAILED: {report.failure}" if report.failure else "all is well"
     return "\n".join([table_text(title, columns, phases), tiers, verdict])
 

@@ -131,6 +131,20 @@ def test_a_released_conversation_goes_first_but_for_what_others_use():
     assert bench.hint("nothing") == 0
 
 
+def test_a_hint_takes_the_partial_tails_of_its_conversation_along():
+    """Of this turn and of the turns before it; whoever asks knows full blocks only."""
+    bench = Bench(dram(20))
+    for prompt in ("abX", "abcdY", "abcdefZ", "abcdefgh"):
+        bench.stored(prompt)
+        bench.deliver_all()
+    assert bench.hint("abcdefgh") == 11, "8 blocks and 3 tails"
+    bench.stored("qrsT")
+    assert bench.hint("qrs") == 4, "its own tail is no other prompt"
+    bench.stored("qrsuv")
+    assert bench.hint("qrs") == 0, "another conversation goes on there"
+    assert bench.planner.check() == []
+
+
 def test_a_hit_from_a_slow_level_keeps_the_path_young_there():
     bench = Bench(dram(4), nvme(8), exclusive=False)
     on_nvme(bench, "abcd")

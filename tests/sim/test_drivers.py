@@ -37,13 +37,13 @@ def test_with_and_without_data_the_decisions_are_the_same(
     tmp_path: Path, seed: int, dram: int, nvme: int | None, in_flight: int, write_after_s: float | None, longest: int
 ) -> None:
     trace = random_trace(seed, requests=60 if longest > 100 else 120, longest=longest)
-    settings = DriverSettings(dram, nvme, NBYTES, "lru", write_after_s)
+    settings = DriverSettings(dram, nvme, NBYTES, "lru", "none", write_after_s)
     planned = decisions(PlanDriver(trace, settings), in_flight, check=True)
     assert decisions(CacheDriver(trace, settings, tmp_path), in_flight) == planned
 
 
 def test_odd_block_sizes_are_verified_too(tmp_path: Path) -> None:
-    trace, settings = random_trace(20), DriverSettings(8, 60, 70_001, "lru", None)
+    trace, settings = random_trace(20), DriverSettings(8, 60, 70_001, "lru", "none", None)
     life = Life(2)
     with CacheDriver(trace, settings, tmp_path) as driver:
         for served in replay_requests(driver, 3):
@@ -70,7 +70,7 @@ def test_a_wrong_block_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(drivers, "fill_rows", fill)
     life = Life(1)
-    with CacheDriver(trace, DriverSettings(trace.unique_blocks, None, NBYTES, "lru", None), None) as driver:
+    with CacheDriver(trace, DriverSettings(trace.unique_blocks, None, NBYTES, "lru", "none", None), None) as driver:
         for served in replay_requests(driver, 1):
             life.add(served)
     assert uses > 2
@@ -82,7 +82,7 @@ def test_torch_tensors_are_verified_too() -> None:
     pytest.importorskip("torch")
     trace = random_trace(22)
     life = Life(1)
-    with CacheDriver(trace, DriverSettings(500, None, NBYTES, "lru", None), None) as driver:
+    with CacheDriver(trace, DriverSettings(500, None, NBYTES, "lru", "none", None), None) as driver:
         for served in replay_requests(driver, 2):
             life.add(served)
     assert life.verified_blocks > 0
@@ -113,7 +113,7 @@ def leaf_lru_hit_tokens(trace: Trace, capacity: int) -> int:
 @pytest.mark.parametrize("capacity", [20, 50, 150])
 def test_one_tier_is_leaf_lru(capacity: int) -> None:
     trace = random_trace(23, requests=300)
-    driver = PlanDriver(trace, DriverSettings(capacity, None, NBYTES, "lru", None))
+    driver = PlanDriver(trace, DriverSettings(capacity, None, NBYTES, "lru", "none", None))
     hits = sum(served.hit_tokens for served in replay_requests(driver, 1))
     assert hits == leaf_lru_hit_tokens(trace, capacity)
 
@@ -121,7 +121,7 @@ def test_one_tier_is_leaf_lru(capacity: int) -> None:
 def test_requests_without_blocks_keep_their_place(tmp_path: Path) -> None:
     trace = random_trace(24, requests=10)
     empty = Trace("gaps", 16, np.arange(3.0), np.array([0, 0, 3, 3]), trace.ids[:3], trace.tokens, trace.parent)
-    settings = DriverSettings(4, 20, NBYTES, "lru", None)
+    settings = DriverSettings(4, 20, NBYTES, "lru", "none", None)
     for driver in (PlanDriver(empty, settings), CacheDriver(empty, settings, tmp_path)):
         with driver:
             assert [served.request for served in replay_requests(driver, 2)] == [0, 1, 2]

@@ -37,8 +37,13 @@ def without_seconds(report: ReplayReport) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"write_after_s": 5.0, "full_blocks": True, "in_flight": 2}, {"nvme": None, "in_flight": 1}],
-    ids=["plain", "write_after", "dram_only"],
+    [
+        {},
+        {"write_after_s": 5.0, "full_blocks": True, "in_flight": 2},
+        {"nvme": None, "in_flight": 1, "policy": "lru"},
+        {"hints": "perfect"},
+    ],
+    ids=["plain", "write_after", "dram_only", "hints"],
 )
 def test_the_shipped_trace_with_and_without_data(tmp_path: Path, values: dict[str, Any]) -> None:
     with_data = run_replay(options(tmp_path, **values))
@@ -61,7 +66,7 @@ def test_the_whole_shipped_trace_with_and_without_data(tmp_path: Path) -> None:
 
 def test_the_reference_on_the_shipped_trace() -> None:
     """Leaf-first LRU on 600 requests at 5 % of their blocks: what the reference implementation finds."""
-    report = run_replay(options(nvme=None, no_data=True, in_flight=1, requests=600))
+    report = run_replay(options(nvme=None, no_data=True, in_flight=1, requests=600, policy="lru"))
     assert (report.requests, report.prompt_tokens) == (600, REFERENCE[0])
     assert report.hit_tokens == REFERENCE[1]
     assert report.tiers[0].bytes_written == report.tiers[0].blocks_written * 4096
@@ -77,8 +82,8 @@ REFERENCE = (8_293_542, 306_688)
 @pytest.mark.parametrize(("percent", "ratio"), [(1, 0.0535), (5, 0.1996), (10, 0.2844)])
 def test_the_reference_on_the_whole_conversation_trace(percent: int, ratio: float) -> None:
     trace = str(SHARED / "mooncake_conversation.jsonl.gz")
-    values = {"dram": Share(percent / 100), "nvme": None, "in_flight": 1, "requests": None, "no_data": True}
-    assert round(run_replay(options(trace=trace, **values)).token_hit_ratio, 4) == ratio
+    values = {"dram": Share(percent / 100), "nvme": None, "in_flight": 1, "requests": None, "policy": "lru"}
+    assert round(run_replay(options(trace=trace, no_data=True, **values)).token_hit_ratio, 4) == ratio
 
 
 def test_progress_tells_how_far_it_is(tmp_path: Path) -> None:

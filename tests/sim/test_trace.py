@@ -404,6 +404,18 @@ def brute_force_hit_ratio(trace: Trace) -> float:
     return hit / total
 
 
+def test_the_ends_of_conversations_by_brute_force() -> None:
+    trace = read_trace(example.path()).slice(400)
+    ends = trace.ends()
+    later: set[int] = set()
+    for request in reversed(range(trace.requests)):
+        path = trace.path(request).tolist()
+        full = [block for block in path if trace.tokens[block] == trace.block_tokens]
+        assert ends[request] == (bool(full) and full[-1] not in later), request
+        later.update(full)
+    assert 100 < ends.sum() < 400
+
+
 def test_infinite_hit_ratio_by_brute_force() -> None:
     trace = read_trace(example.path()).slice(400)
     assert trace.infinite_hit_ratio() == pytest.approx(brute_force_hit_ratio(trace), abs=1e-12)

@@ -207,15 +207,7 @@ class Planner:
     def release(self, symbols: bytes, n: int, now: float) -> int:
         """This conversation ended: what only its path uses goes to the cold end. Returns blocks moved."""
         self.state.now = now
-        path, moved = self.state.residency.index.walk(symbols, n).path, 0
-        for i, (node, take) in reversed(list(enumerate(path))):
-            alone = take == node.n and len(node.children) == (1 if i < len(path) - 1 else 0)
-            if not alone:
-                break
-            node.last_use[: node.n] = -np.inf
-            self.state.residency.stale[node] = None
-            moved += node.n
-        return moved
+        return self.uses.release(self.state.residency.index.walk(symbols, n).path)
 
     def tend(self, now: float) -> None:
         """Make room ahead of need, submit what waits for credits."""

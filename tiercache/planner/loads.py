@@ -260,8 +260,8 @@ class Loads:
             also=segment.also,
             owner=load.id,
             rows_at=segment.row,
+            pinned=True,
         )
-        self._unpin_segment(segment)
         self._wait_for(load, job)
         filled = _filled(load, segment.dst, segment.also)
         self._filling[as_index(filled)] = 0

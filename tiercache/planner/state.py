@@ -231,8 +231,12 @@ class PlannerState:
         delay_s: float | None = None,
         owner: int = 0,
         rows_at: int = 0,
+        pinned: bool = False,
     ) -> int:
-        """Put a job into the outbox; pins its slots at every end and takes credits (none where it is delayed)."""
+        """Put a job into the outbox; pins its slots at every end and takes credits (none where it is delayed).
+
+        pinned: its source and second destination are pinned already, and the job takes these pins over.
+        """
         slower = max(src[0], dst[0])
         if self.specs[slower].persistent:
             deadline = self.limits.write_deadline_s if kind == "write" else self.limits.read_deadline_s
@@ -259,8 +263,9 @@ class PlannerState:
         if flight.delayed:
             self.delayed[job.src_level][job.id] = flight
         self._spend(flight, 1)
-        for level, slots in self.ends(job):
-            self.residency.pin(level, slots)
+        for level, slots in [(job.dst_level, job.dst_slots)] if pinned else self.ends(job):
+            if level != CALLER:
+                self.residency.pin(level, slots)
         self.filler[as_index(self.filled(job))] = job.id
         self.breakers[slower].started()
         self.outbox.append(job)

@@ -33,10 +33,9 @@ class Uses:
         if not path:
             return
         self._begin(new)
-        for node, take in path:
-            self.state.policy.again(node, 0, take)
-        for node, take in path:
-            self._mark(node, 0, take)
+        stretches = [(node, 0, take) for node, take in path]
+        self.state.policy.again(stretches)
+        self._use(stretches)
         self._note_persistent(path)
         if new:
             node, take = path.end
@@ -55,31 +54,47 @@ class Uses:
         policy = self.state.policy
         goes_on = self._goes_on(path, start)
         self._begin(max(0, path.blocks - known), goes_on)
-        stretches = [(node, min(take, max(0, known - node.depth)), take) for node, take in path]
-        for node, old, take in stretches:
-            if goes_on:
-                policy.move(node, 0, old)
-            else:
-                policy.again(node, 0, old)
-            policy.place(node, old, take)
-        for node, old, take in stretches:
-            if goes_on:
-                node.last_use[:old] = self.state.now
-                self._mark(node, old, take)
-            else:
-                self._mark(node, 0, take)
+        old = [(node, 0, min(take, known - node.depth)) for node, take in path if node.depth < known]
+        new = [(node, max(0, known - node.depth), take) for node, take in path if node.depth + take > known]
+        policy.place(new)
+        if goes_on:
+            policy.move(old)
+            for node, begin, end in old:
+                node.last_use[begin:end] = self.state.now
+                self.state.residency.stale[node] = None
+        else:
+            policy.again(old)
+            self._use(old)
+        self._use(new)
         self._note_persistent(path)
+
+    def release(self, path: Path) -> int:
+        """The conversation that ends with this path is over: what only it uses goes to the cold end, with its partial
+        tails. Returns blocks moved."""
+        moved, below = 0, None
+        for node, take in reversed(list(path)):
+            tails = [child for child in node.children.values() if child is not below]
+            shared = node.n - take > node.partial or not all(child.partial and child.n == 1 for child in tails)
+            if shared:
+                break
+            for each in (node, *tails):
+                each.last_use[: each.n] = -np.inf
+                self.state.residency.stale[each] = None
+                moved += each.n
+            below = node
+        return moved
 
     def _begin(self, new: int, goes_on: bool = False) -> None:
         self.state.policy.begin(self.state.now, new, self.state.residency.tables[0].taken, goes_on)
 
-    def _mark(self, node: Node, begin: int, end: int) -> None:
+    def _use(self, stretches: list[tuple[Node, int, int]]) -> None:
         """These blocks are used once more, now."""
-        if begin < end:
-            self.state.policy.mark(node, begin, end)
-            node.last_use[begin:end] = self.state.now
+        now, stale = self.state.now, self.state.residency.stale
+        self.state.policy.mark(stretches)
+        for node, begin, end in stretches:
+            node.last_use[begin:end] = now
             node.uses[begin:end] += 1
-        self.state.residency.stale[node] = None
+            stale[node] = None
 
     def _goes_on(self, path: Path, start: int) -> bool:
         """Is this the store of a request that was noted down to `start`? Each is asked for once."""

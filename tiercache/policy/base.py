@@ -5,21 +5,26 @@ seconds plus a bonus, which the policy gives at each use: nothing for LRU, secon
 expects some blocks to be used again sooner than others. So a key stands still between two uses of its block.
 
 A policy holds no clock and does no I/O. The planner calls it under its lock, for each request in this order: `begin`;
-`place` for runs of blocks that are new, `again` for those that were there; then `mark` for all of them.
+`place` with what is new, `again` with what was there; then `mark` with all of it. While it is called, `last_use` and
+`uses` of the blocks are still those before the request.
 """
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from tiercache.index import Node
 
-__all__ = ["MARK", "Policy"]
+__all__ = ["MARK", "Policy", "Stretches"]
 
 MARK = np.dtype([("bonus", np.float32), ("kind", np.uint8)])
 """What a policy keeps per block, in `Node.marks`: seconds, and a class of its own (None: no block has a bonus)."""
+
+Stretches: TypeAlias = Iterable[tuple[Node, int, int]]
+"""Nodes with bounds of blocks in their run, along a path from its root."""
 
 
 @runtime_checkable
@@ -35,18 +40,17 @@ class Policy(Protocol):
         """A request uses a path at `now` (seconds) and brings `new` blocks. taken: slots of the first level ever given
         out, the measure of how much passes through it. goes_on: it began before, and stores now what it lacked then."""
 
-    def place(self, node: Node, begin: int, end: int) -> None:
-        """Blocks `[begin, end)` of a run are new in the tree. May set their `uses`, from what it remembers of them."""
+    def place(self, stretches: Stretches) -> None:
+        """These blocks are new in the tree. May set their `uses`, from what it remembers of them."""
 
-    def again(self, node: Node, begin: int, end: int) -> None:
-        """The request uses these blocks, which were there; `last_use` and `uses` are still those before it."""
+    def again(self, stretches: Stretches) -> None:
+        """The request uses these blocks, which were there."""
 
-    def mark(self, node: Node, begin: int, end: int) -> None:
-        """Give the blocks that the request uses their marks. `last_use` and `uses` are still those before it."""
+    def mark(self, stretches: Stretches) -> None:
+        """Give these blocks, which the request uses, their marks."""
 
-    def move(self, node: Node, begin: int, end: int) -> None:
-        """The request goes on: these blocks, which it used before, get `last_use` of now and keep their marks.
-        `last_use` is still the old."""
+    def move(self, stretches: Stretches) -> None:
+        """The request goes on: these blocks, which it used before, get `last_use` of now and keep their marks."""
 
     def leave(self, node: Node, begin: int, end: int) -> None:
         """Blocks `[begin, end)` of a run leave the tree; its arrays are still whole."""

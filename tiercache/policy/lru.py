@@ -7,6 +7,7 @@ order for free (measured equal to a per-block LRU touched from tail to root).
 from __future__ import annotations
 
 from tiercache.index import Node
+from tiercache.policy.base import Stretches
 
 __all__ = ["LRU"]
 
@@ -22,16 +23,16 @@ class LRU:
     def begin(self, now: float, new: int, taken: int, goes_on: bool) -> None:
         """See Policy."""
 
-    def place(self, node: Node, begin: int, end: int) -> None:
+    def place(self, stretches: Stretches) -> None:
         """See Policy."""
 
-    def again(self, node: Node, begin: int, end: int) -> None:
+    def again(self, stretches: Stretches) -> None:
         """See Policy."""
 
-    def mark(self, node: Node, begin: int, end: int) -> None:
+    def mark(self, stretches: Stretches) -> None:
         """See Policy."""
 
-    def move(self, node: Node, begin: int, end: int) -> None:
+    def move(self, stretches: Stretches) -> None:
         """See Policy."""
 
     def leave(self, node: Node, begin: int, end: int) -> None:

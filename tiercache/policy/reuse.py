@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from tiercache.arrays import first_false, true_at
 from tiercache.index import Node
-from tiercache.policy.base import MARK
+from tiercache.policy.base import MARK, Stretches
 from tiercache.types import Idents, Uses
 
 __all__ = ["Reuse"]
@@ -132,67 +132,74 @@ class Reuse:
                 if ghost is not None and ghost.instant is instant:
                     del self._ghosts[ident]
 
-    def place(self, node: Node, begin: int, end: int) -> None:
+    def place(self, stretches: Stretches) -> None:
         """See Policy."""
-        at = begin
-        while at < end:
-            ghost = self._ghosts.pop(node.idents.item(at), None)
-            if ghost is None:
-                return
-            limit = min(end - at, len(ghost.idents))
-            same = first_false(node.idents[at : at + limit] == ghost.idents[:limit])
-            self._came_back(ghost.instant, ghost.kinds[:same])
-            node.uses[at : at + same] = ghost.uses[:same]
-            at += same
-            if same < len(ghost.idents):  # the rest is on another branch, or did not come along
-                self._remember(_Ghost(ghost.idents[same:], ghost.uses[same:], ghost.kinds[same:], ghost.instant))
+        for node, begin, end in stretches:
+            at = begin
+            while at < end:
+                ghost = self._ghosts.pop(node.idents.item(at), None)
+                if ghost is None:
+                    return  # nor is anything below it remembered: it left earlier
+                limit = min(end - at, len(ghost.idents))
+                same = first_false(node.idents[at : at + limit] == ghost.idents[:limit])
+                self._came_back(ghost.instant, ghost.kinds[:same])
+                node.uses[at : at + same] = ghost.uses[:same]
+                at += same
+                if same < len(ghost.idents):  # the rest is on another branch, or did not come along
+                    self._remember(_Ghost(ghost.idents[same:], ghost.uses[same:], ghost.kinds[same:], ghost.instant))
 
-    def again(self, node: Node, begin: int, end: int) -> None:
+    def again(self, stretches: Stretches) -> None:
         """See Policy."""
-        if node.marks is None:
-            return
-        kinds = node.marks["kind"]
-        for first, last, instant in self._stretches(node, begin, end):
-            if instant is not None:
-                self._came_back(instant, kinds[first:last].tobytes())
+        before: _Instant | None = None
+        kinds: list[bytes] = []
+        for node, begin, end in stretches:
+            if node.marks is None:
+                continue
+            for first, last, instant in self._stretches(node, begin, end):
+                if instant is not before:  # one whole path mostly has one instant
+                    self._came_back(before, b"".join(kinds))
+                    before, kinds = instant, []
+                kinds.append(node.marks["kind"][first:last].tobytes())
+        self._came_back(before, b"".join(kinds))
 
-    def mark(self, node: Node, begin: int, end: int) -> None:
+    def mark(self, stretches: Stretches) -> None:
         """See Policy."""
-        if node.marks is None:
-            node.marks = np.zeros(node.n, dtype=MARK)
-        tail = end - 1 if node.partial and end == node.n else end
-        for first, last in _alike(node.uses, begin, tail):
-            self._mark(node.marks, first, last, self._kind(node.uses.item(first), 0))
-        if tail < end:
-            self._mark(node.marks, tail, end, self._kind(node.uses.item(tail), 1))
+        for node, begin, end in stretches:
+            if node.marks is None:
+                node.marks = np.zeros(node.n, dtype=MARK)
+            tail = end - 1 if node.partial and end == node.n else end
+            for first, last in _alike(node.uses, begin, tail):
+                self._mark(node.marks, first, last, self._kind(node.uses.item(first), 0))
+            if tail < end:
+                self._mark(node.marks, tail, end, self._kind(node.uses.item(tail), 1))
 
     def _kind(self, uses: int, partial: int) -> int:
         """Class of a block that was used so often before this request."""
-        return (self._size * _USES + min(uses, _USES - 1)) * 2 + partial
+        return (self._size * _USES + (uses if uses < _USES else _USES - 1)) * 2 + partial
 
     def _mark(self, marks: NDArray[np.void], begin: int, end: int, kind: int) -> None:
+        bonus = self._bonuses.get(kind)
+        if bonus is None:
+            bonus = self._bonuses[kind] = self._bonus(kind)
         marks["kind"][begin:end] = kind
-        marks["bonus"][begin:end] = self._bonus(kind)
+        marks["bonus"][begin:end] = bonus
         self._now.waiting[kind] += end - begin
 
     def _bonus(self, kind: int) -> float:
-        bonus = self._bonuses.get(kind)
-        if bonus is None:
-            share = (self._again[kind] + PRIOR * self._mean) / (self._seen[kind] + PRIOR)
-            gap = self._gap_sum / self._gap_count if self._gap_count >= PRIOR else 0.0
-            bonus = self._bonuses[kind] = STRENGTH * gap * math.log(share)
-        return bonus
+        share = (self._again[kind] + PRIOR * self._mean) / (self._seen[kind] + PRIOR)
+        gap = self._gap_sum / self._gap_count if self._gap_count >= PRIOR else 0.0
+        return STRENGTH * gap * math.log(share)
 
-    def move(self, node: Node, begin: int, end: int) -> None:
+    def move(self, stretches: Stretches) -> None:
         """See Policy."""
-        if node.marks is None:
-            node.marks = np.zeros(node.n, dtype=MARK)
-        kinds = node.marks["kind"]
-        for first, last, instant in self._stretches(node, begin, end):
-            for kind, count in _counts(kinds[first:last].tobytes()):
-                if instant is not None:  # else it was given up meanwhile, and waits once more
-                    instant.waiting[kind] -= count
-                self._now.waiting[kind] += count
+        for node, begin, end in stretches:
+            if node.marks is None:
+                node.marks = np.zeros(node.n, dtype=MARK)
+            for first, last, instant in self._stretches(node, begin, end):
+                for kind, count in _counts(node.marks["kind"][first:last].tobytes()):
+                    if instant is not None:  # else it was given up meanwhile, and waits once more
+                        instant.waiting[kind] -= count
+                    self._now.waiting[kind] += count
 
     def leave(self, node: Node, begin: int, end: int) -> None:
         """See Policy."""
@@ -215,8 +222,10 @@ class Reuse:
         times = node.last_use
         return [(a, b, self._instants.get(times.item(a))) for a, b in _alike(times, begin, end)]
 
-    def _came_back(self, instant: _Instant, kinds: bytes) -> None:
+    def _came_back(self, instant: _Instant | None, kinds: bytes) -> None:
         """Blocks last used then are used now; those of the same instant are one use."""
+        if instant is None:
+            return
         same = instant is self._now
         for kind, count in _counts(kinds):
             instant.waiting[kind] -= count

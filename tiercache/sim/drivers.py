@@ -26,6 +26,7 @@ from tiercache.planner import LevelCounters, Load, Planner
 from tiercache.policy import make_policy
 from tiercache.sim.expand import ID_SYMBOL_NBYTES, check_expandable, expand, no_data_symbols
 from tiercache.sim.null_mover import NullMover
+from tiercache.sim.options import Hints
 from tiercache.sim.ordered import NEVER_S, Busy, OrderedDelivery, ReplayError
 from tiercache.sim.payload import fill_rows, verify_rows
 from tiercache.sim.trace import Trace
@@ -48,6 +49,7 @@ class DriverSettings:
     """None: no NVMe tier."""
     block_nbytes: int
     policy: str
+    hints: Hints
     write_after_s: float | None
 
     @property
@@ -115,6 +117,7 @@ class Driver(ABC):
         self.delivery = OrderedDelivery(settings.write_after_s)
         self._now = 0.0
         self._open: dict[int, _Open] = {}
+        self._ends = trace.ends() if settings.hints == "perfect" else np.zeros(trace.requests, np.bool_)
 
     def begin(self, step: int, now: float) -> None:
         """A step begins, at trace time `now` (seconds, never going back)."""
@@ -126,13 +129,20 @@ class Driver(ABC):
         self.delivery.deliver(through)
 
     def start(self, request: int) -> None:
-        """Look a request up, load what is there, store what is missing. The calls that plan also tend."""
+        """Look a request up, load what is there, store what is missing, and tell the cache where a conversation ends
+        by it. The calls that plan also tend."""
         path = self.trace.path(request)
         self._open[request] = self._start(request, path) if len(path) else _Open(None, ())
+        if self._ends[request]:
+            self._release(request)
 
     @abstractmethod
     def _start(self, request: int, path: NDArray[np.int64]) -> _Open:
         """The same, for a prompt that has blocks."""
+
+    @abstractmethod
+    def _release(self, request: int) -> None:
+        """This conversation ended."""
 
     def finish(self, request: int) -> Served:
         """End a started request: verify what was loaded, release it.
@@ -233,6 +243,11 @@ class PlanDriver(Driver):
         self._hand_over()
         return load.blocks, 0, 0
 
+    def _release(self, request: int) -> None:
+        path = self.trace.path(request)
+        full = len(path) - int(self.trace.tokens[path[-1]] < self.trace.block_tokens)
+        self._planner.release(no_data_symbols(self.trace, request), full, self._now)
+
     def _apply(self, message: PlannerMessage) -> None:
         self._planner.commit(message, self._now)
         self._hand_over()
@@ -315,6 +330,9 @@ class CacheDriver(Driver):
             fill_rows(missing, blocks)
             opened.ticket = self._cache.store(tokens, blocks, match.blocks, partial_tail=True)
         return opened
+
+    def _release(self, request: int) -> None:
+        self._cache.release(expand(self.trace, request))
 
     def _hits(self) -> list[int]:
         return [each.hits for each in self._stack.planner.level_counters()]

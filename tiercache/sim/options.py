@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from tiercache.config import parse_size
 from tiercache.errors import ConfigError
 from tiercache.sim import example
 from tiercache.tiers.base import slot_stride
 
-__all__ = ["EXAMPLE", "Progress", "ReplayOptions", "Share", "Size", "parse_share_or_size", "slots_of"]
+__all__ = ["EXAMPLE", "Hints", "Progress", "ReplayOptions", "Share", "Size", "parse_share_or_size", "slots_of"]
 
 EXAMPLE = "example"
 """Stands for the trace that ships with the package, where a file is asked for."""
@@ -28,6 +28,9 @@ class Share:
     fraction: float
     """0.05 for 5 %; may be above 1."""
 
+
+Hints: TypeAlias = Literal["none", "perfect"]
+"""What the replayed engine tells the cache about the future."""
 
 Size: TypeAlias = int | Share
 """Bytes, or a share of the trace's unique blocks."""
@@ -79,6 +82,8 @@ class ReplayOptions:
     block_tokens: int | None = None
     """Tokens per block of the trace, where its file does not say: None is 512."""
     policy: str = "reuse"
+    hints: Hints = "none"
+    """"perfect": `release` after the last request of each conversation, which the trace tells (`Trace.ends`)."""
     in_flight: int = 4
     """Requests in flight: step i delivers the results of jobs issued up to step i - in_flight."""
     write_after_s: float | None = None
@@ -98,6 +103,8 @@ class ReplayOptions:
     def __post_init__(self) -> None:
         if self.block_nbytes < 1:
             raise ConfigError("block_bytes", self.block_nbytes, "at least 1 byte")
+        if self.hints not in get_args(Hints):
+            raise ConfigError("hints", self.hints, f"one of {', '.join(get_args(Hints))}")
         if not 1 <= self.in_flight <= 256:
             raise ConfigError("in_flight", self.in_flight, "1 to 256 requests")
         if self.requests is not None and self.requests < 1:

@@ -125,6 +125,7 @@ def _report(
     return ReplayReport(
         trace=trace.name,
         policy=options.policy,
+        hints=options.hints,
         data=not options.no_data,
         block_tokens=trace.block_tokens,
         block_nbytes=options.block_nbytes,

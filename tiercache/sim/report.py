@@ -81,6 +81,7 @@ class ReplayReport:
 
     trace: str
     policy: str
+    hints: str
     data: bool
     block_tokens: int
     block_nbytes: int
@@ -134,6 +135,7 @@ class ReplayReport:
         return {
             "trace": self.trace,
             "policy": self.policy,
+            "hints": self.hints,
             "data": self.data,
             "block_tokens": self.block_tokens,
             "block_bytes": self.block_nbytes,

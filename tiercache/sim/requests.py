@@ -38,6 +38,7 @@ def driver_settings(options: ReplayOptions, trace: Trace) -> DriverSettings:
         nvme_slots=None if options.nvme is None else slots_of(options.nvme, unique, nbytes, "nvme"),
         block_nbytes=nbytes,
         policy=options.policy,
+        hints=options.hints,
         write_after_s=options.write_after_s,
     )
 

@@ -84,6 +84,21 @@ class Trace:
         """Prompt tokens of one request."""
         return int(self.tokens[self.path(request)].sum(dtype=np.int64))
 
+    def ends(self) -> NDArray[np.bool_]:
+        """bool[r]: is this the end of a conversation, a request whose last full block no later one uses?
+
+        False for a request without a full block. What only its path uses could be given up after it.
+        """
+        last_use = np.full(self.unique_blocks, -1, np.int64)
+        last_use[self.ids] = np.repeat(np.arange(self.requests), np.diff(self.starts))  # the last assignment stays
+        counts = np.diff(self.starts)
+        ends = np.zeros(self.requests, np.bool_)
+        for request in np.flatnonzero(counts).tolist():
+            path = self.path(request)
+            full = len(path) - int(self.tokens[path[-1]] < self.block_tokens)
+            ends[request] = full > 0 and last_use[path[full - 1]] == request
+        return ends
+
     def infinite_hit_ratio(self) -> float:
         """Prompt tokens that a cache without bounds would find / all prompt tokens, its cold start included.
 
