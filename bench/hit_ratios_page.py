@@ -1,0 +1,155 @@
+"""docs/policy.md, from one results file of `bench.hit_ratios`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bench.machine import ROOT
+
+__all__ = ["PAGE", "TARGETS", "Target", "markdown", "value_of"]
+
+PAGE = ROOT / "docs" / "policy.md"
+
+_HEAD = """\
+# Which block leaves first
+
+`policy="reuse"` (the default) or `policy="lru"`, in the configuration and for `tiercache replay --policy`.
+
+**lru** evicts the leaf that was used longest ago. A request uses its whole path at once, so parents outlive their children.
+
+**reuse** evicts by last use plus a bonus (mostly negative) for the class of that use: `2 * gap * ln p`, where p is the share of
+the blocks of that class that are used again before four times the capacity of the first tier has passed through it, and gap
+is the mean time between two uses. The class is how many new blocks the request brought (powers of two), how often the block
+was used before (0, 1, more), and whether it is a partial tail. So the long one-shot suffix of a prompt leaves before the
+shared beginning of many, and what is learnt follows the load: old observations fade, blocks that left are remembered as long
+as the window, p has a prior of 30 observations at the mean, and before there are 30 it is leaf-first LRU exactly. Nothing
+in it is tied to a trace or a size. On a persistent tier the order is the last use alone: there it adds nothing.
+
+It is counted by runs of blocks: a request costs a few microseconds per node of its path, whatever the blocks are
+(`tiercache/policy/reuse.py`).
+
+**Hints** say what no policy can know: `release(tokens)` when a conversation has ended. Below, "told of every end" is a replay
+with `--hints perfect`, which releases each conversation after its last request.
+
+## Token hit ratios
+
+Of all prompt tokens, cold start included; one tier, its capacity in % of the trace's unique blocks; requests one after
+another (`tiercache replay TRACE --no-data --in-flight 1 --dram 5%`). lru and reuse are the planner of the real cache. arc,
+s3fifo, lru2 (unlimited memory of what left) and min are simulated block by block: min looks into the future, and no policy
+finds more blocks.
+
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A cell and what it must reach."""
+
+    trace: str
+    percent: float
+    least: float
+    stretch: float | None = None
+    hints: str = "none"
+
+
+TARGETS = (
+    Target("conversation", 2, 0.130, 0.150),
+    Target("conversation", 5, 0.228, 0.240),
+    Target("conversation", 10, 0.297, 0.305),
+    Target("synthetic", 10, 0.285, 0.300),
+    Target("claude_code", 0.5, 0.530, 0.560),
+    Target("conversation", 5, 0.300, hints="perfect"),
+)
+WORST_LOSS = 0.003
+"""Against leaf-first LRU, on any trace at any capacity."""
+
+
+def value_of(results: dict[str, Any], trace: str, percent: float, policy: str, **what: Any) -> dict[str, Any] | None:
+    """One cell of the results; None where it was not measured. what: `full`, `hints`, where not as usual."""
+    wanted = {"trace": trace, "percent": percent, "policy": policy, "full": False, "hints": "none", **what}
+    return next((cell for cell in results["cells"] if all(cell[key] == value for key, value in wanted.items())), None)
+
+
+def markdown(results: dict[str, Any], name: str) -> str:
+    """The page."""
+    cells = results["cells"]
+    traces = list(dict.fromkeys(cell["trace"] for cell in sorted(cells, key=lambda cell: cell["blocks"], reverse=True)))
+    facts = results["machine"]
+    commit = results["commit"]["id"] + (" with changes" if results["commit"]["dirty"] else "")
+    lines = [_HEAD.rstrip(), ""]
+    for trace in sorted(traces):
+        lines += _table(results, trace)
+    lines += ["## Targets", "", *_targets(results), "", "## Where it was measured", ""]
+    lines += [
+        f"`bench/results/hit-ratios/{name}`: {results['date']}, commit {commit}, `{results['command']}` "
+        f"(`make hit-ratios`), {results['seconds'] // 60} min {results['seconds'] % 60} s; {facts['cpu']}, "
+        f"{facts['cores']} cores, Python {facts['python']}, numpy {facts['packages']['numpy']}.",
+        "",
+    ]
+    if results["missing"]:
+        lines += [f"Not there: {', '.join(results['missing'])}.", ""]
+    return "\n".join(lines)
+
+
+def _table(results: dict[str, Any], trace: str) -> list[str]:
+    mine = [cell for cell in results["cells"] if cell["trace"] == trace]
+    percents = sorted({cell["percent"] for cell in mine if cell["hints"] == "none"})
+    infinite = max(cell["infinite"] for cell in mine if not cell["full"])
+    rows = [
+        f"**{trace}**: {mine[0]['blocks']:,} block accesses; a cache without bounds finds {infinite:.4f}.",
+        "",
+        "| | " + " | ".join(f"{percent:g} %" for percent in percents) + " |",
+        "|---|" + "---|" * len(percents),
+    ]
+    kinds: list[tuple[str, dict[str, Any]]] = [(policy, {}) for policy in ("lru", "reuse")]
+    kinds += [("arc", {}), ("s3fifo", {}), ("lru2", {}), ("min", {})]
+    kinds += [("lru", {"full": True}), ("reuse", {"full": True})]
+    kinds += [("lru", {"hints": "perfect"}), ("reuse", {"hints": "perfect"})]
+    for policy, what in kinds:
+        found = [value_of(results, trace, percent, policy, **what) for percent in percents]
+        if any(found):
+            label = policy + (", full blocks only" if what.get("full") else ", told of every end" if what else "")
+            cells = [f"{cell['hit_ratio']:.4f}" if cell else "" for cell in found]
+            if policy == "reuse":
+                label, cells = f"**{label}**", [f"**{cell}**" if cell else "" for cell in cells]
+            rows.append(f"| {label} | {' | '.join(cells)} |")
+    return [*rows, ""]
+
+
+def _targets(results: dict[str, Any]) -> list[str]:
+    lines = ["| what | must reach | stretch | measured | |", "|---|---|---|---|---|"]
+    for target in TARGETS:
+        cell = value_of(results, target.trace, target.percent, "reuse", hints=target.hints)
+        if cell is None:
+            continue
+        told = ", told of every end" if target.hints == "perfect" else ""
+        reached = "reached" if cell["hit_ratio"] >= target.least else "NOT REACHED"
+        stretch = "" if target.stretch is None else f"{target.stretch:.3f}"
+        what = f"{target.trace}, {target.percent:g} %{told}"
+        lines.append(f"| {what} | {target.least:.3f} | {stretch} | **{cell['hit_ratio']:.4f}** | {reached} |")
+    worst = min(
+        (cell["hit_ratio"] - lru["hit_ratio"], cell["trace"], cell["percent"])
+        for cell in results["cells"]
+        if cell["policy"] == "reuse" and cell["hints"] == "none" and not cell["full"]
+        if (lru := value_of(results, cell["trace"], cell["percent"], "lru")) is not None
+    )
+    reached = "reached" if worst[0] >= -WORST_LOSS else "NOT REACHED"
+    lines.append(
+        f"| the worst of all, against lru ({worst[1]}, {worst[2]:g} %) | {-WORST_LOSS:.3f} | | **{worst[0]:+.4f}** "
+        f"| {reached} |"
+    )
+    for trace, seconds in (("conversation", 10), ("claude_code", 90)):
+        slowest = max(
+            (
+                cell["seconds"]
+                for cell in results["cells"]
+                if cell["trace"] == trace and cell["policy"] == "reuse" and cell["hints"] == "none"
+            ),
+            default=None,
+        )
+        if slowest is not None:
+            reached = "reached" if slowest <= seconds else "NOT REACHED"
+            what = f"{trace}, slowest replay, seconds of one core"
+            lines.append(f"| {what} | at most {seconds} | | **{slowest:.1f}** | {reached} |")
+    return lines

@@ -1,0 +1,62 @@
+"""What docs/policy.md says is what was measured, and is still so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from bench.hit_ratios import TRACES, Cell, cells, measure, newest
+from bench.hit_ratios_page import PAGE, TARGETS, WORST_LOSS, Target, markdown, value_of
+
+from tiercache.sim import example
+from tiercache.sim.options import ReplayOptions, Share
+from tiercache.sim.replay import run_replay
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "traces"
+
+
+def test_the_page_is_that_of_the_newest_results() -> None:
+    path = newest()
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert PAGE.read_text(encoding="utf-8") == markdown(results, path.name), "run make hit-ratios"
+    assert results["commit"]["dirty"] is False and results["missing"] == []
+    assert "NOT REACHED" not in PAGE.read_text(encoding="utf-8")
+
+
+def test_nowhere_it_is_worse_than_lru_and_no_policy_beats_the_optimum() -> None:
+    results = json.loads(newest().read_text(encoding="utf-8"))
+    compared = 0
+    for cell in cells(list(TRACES), quick=False):
+        found = value_of(results, cell.trace, cell.percent, cell.policy, full=cell.full, hints=cell.hints)
+        assert found is not None, cell
+        if cell.full or cell.hints != "none":
+            continue
+        best = value_of(results, cell.trace, cell.percent, "min")
+        least = value_of(results, cell.trace, cell.percent, "lru")
+        assert best is not None and least is not None
+        assert found["hit_ratio"] <= best["hit_ratio"] + 0.005 and found["hit_ratio"] <= found["infinite"] + 1e-9
+        if cell.policy == "reuse":
+            compared += 1
+            assert found["hit_ratio"] >= least["hit_ratio"] - WORST_LOSS, cell
+    assert compared == 21
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/traces")
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_the_targets_on_the_whole_traces(target: Target) -> None:
+    found = measure(Cell(target.trace, target.percent, "reuse", hints=target.hints), SHARED)  # type: ignore[arg-type]
+    assert found.hit_ratio >= target.least
+    recorded = value_of(json.loads(newest().read_text()), target.trace, target.percent, "reuse", hints=target.hints)
+    assert recorded is not None and found.hit_ratio == pytest.approx(recorded["hit_ratio"], abs=1e-9)
+
+
+@pytest.mark.parametrize(("percent", "least"), [(1, 0.02), (5, 0.02), (20, 0.0)])
+def test_on_the_shipped_trace_it_finds_more_than_lru(percent: int, least: float) -> None:
+    """The trace ships with the package, so this is measured everywhere."""
+    ratios = {}
+    for policy in ("lru", "reuse"):
+        options = ReplayOptions(str(example.path()), Share(percent / 100), policy=policy, in_flight=1, no_data=True)
+        ratios[policy] = run_replay(options).token_hit_ratio
+    assert ratios["reuse"] >= ratios["lru"] + least, ratios
