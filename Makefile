@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-slow soak campaign planted-faults bench bench-peers bench-report lint types wheel clean
+.PHONY: help demo test test-slow soak campaign planted-faults bench bench-peers bench-report hit-ratios lint types wheel clean
 
 help:
 	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
@@ -16,6 +16,7 @@ help:
 	@echo "make soak       10 minutes at 100 % full with faults: nothing may grow (SOAK_S=seconds)"
 	@echo "make campaign   10,000 power cuts (about four minutes on two quiet cores)"
 	@echo "make bench-report  docs/benchmarks.md and its pictures, from the newest results"
+	@echo "make hit-ratios  every policy on whole traces (../shared/traces, or ARGS='--traces DIR'): docs/policy.md"
 	@echo "make planted-faults  take each protection out on purpose: the tests must notice (minutes)"
 	@echo "make lint       ruff: lint and format"
 	@echo "make types      mypy --strict"
@@ -64,6 +65,9 @@ bench: $(VENV)/bench.stamp
 
 bench-report: $(VENV)/bench.stamp
 	$(BIN)/python -m bench.report
+
+hit-ratios: $(VENV)/demo.stamp
+	$(BIN)/python -m bench.hit_ratios $(ARGS)
 
 bench-peers: $(VENV)/demo.stamp
 	$(BIN)/python bench/peers/run.py $(ARGS)
