@@ -34,6 +34,14 @@ It is counted by runs of blocks: a request costs a few microseconds per node of 
 **Hints** say what no policy can know: `release(tokens)` when a conversation has ended. Below, "told of every end" is
 a replay with `--hints perfect`, which releases each conversation after its last request.
 
+## Writes to a slow tier
+
+A block that is promoted keeps its copy on NVMe where that is at least five times as large as DRAM, and partial tails
+are never written. `NVMe(max_writes_per_hit=N)` (`--max-writes-per-hit N`) writes a block only where N such writes
+bring at least one hit: where the share of its class that is used again before the tier would have let go of it is at
+least 1/N. What is not worth it leaves DRAM without a write. Also at the age of `write_after_s`; a flush and an orderly
+close write everything. Off by default: what was not written is not warm after a crash.
+
 ## Token hit ratios
 
 Of all prompt tokens, cold start included; one tier, its capacity in % of the trace's unique blocks; requests one

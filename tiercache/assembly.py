@@ -186,6 +186,7 @@ def _make_planner(settings: Settings, specs: list[LevelSpec], width: int, epoch:
         epoch=epoch,
         exclusive=settings.exclusive,
         write_after_s=nvme.write_after_s if nvme is not None else None,
+        max_writes_per_hit=nvme.max_writes_per_hit if nvme is not None else None,
         limits=limits,
     )
 

@@ -68,6 +68,12 @@ def add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default="off",
         help="write a block to NVMe at this age in trace seconds; off: only when DRAM evicts it (default: off)",
     )
+    tiers.add_argument(
+        "--max-writes-per-hit",
+        metavar="N",
+        default="off",
+        help="write a block to NVMe only where N such writes bring a hit, as far as the policy can tell (default: off)",
+    )
     replay = parser.add_argument_group("the replay")
     replay.add_argument("--in-flight", metavar="N", type=int, default=4, help="requests in flight (default: 4)")
     replay.add_argument(
@@ -110,7 +116,8 @@ def options_of(args: argparse.Namespace) -> ReplayOptions:
         policy=args.policy,
         hints=args.hints,
         in_flight=args.in_flight,
-        write_after_s=_parse_write_after(args.write_after),
+        write_after_s=_parse_number_or_off("--write-after", args.write_after, "seconds, like 2"),
+        max_writes_per_hit=_parse_number_or_off("--max-writes-per-hit", args.max_writes_per_hit, "a number, like 6"),
         no_data=args.no_data,
         full_blocks=args.full_blocks,
         skip_bad=args.skip_bad,
@@ -129,13 +136,13 @@ def _parse_nvme(text: str, no_data: bool) -> tuple[Path | None, Size]:
     return (Path(directory) if directory else None), parse_share_or_size(size, "--nvme")
 
 
-def _parse_write_after(text: str) -> float | None:
+def _parse_number_or_off(field: str, text: str, like: str) -> float | None:
     if text == "off":
         return None
     try:
         return float(text)
     except ValueError as error:
-        raise ConfigError("--write-after", text, "seconds, like 2, or 'off'") from error
+        raise ConfigError(field, text, f"{like}, or 'off'") from error
 
 
 def _run(args: argparse.Namespace) -> int:

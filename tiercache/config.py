@@ -143,6 +143,9 @@ class NVMe:
     size: int | str
     write_after_s: float | None = 2.0
     """Seconds after which a block in the tier above is written here too; None: only when it is evicted there."""
+    max_writes_per_hit: float | None = None
+    """A block is written only where this many writes bring at least one hit, as far as the policy can tell: spares a
+    disk what will not be asked for again, and gives up its warmth after a crash. None: every block; needs "reuse"."""
     durability: Durability = "power"
     """"power": what is acknowledged survives a power cut. "process": only a crash of the process; no data sync."""
     threads: int = 8
@@ -158,6 +161,10 @@ class NVMe:
         _set_size(self, "NVMe.size", self.size)
         if self.write_after_s is not None:
             _check_seconds("NVMe.write_after_s", self.write_after_s, zero=True, also=", or None (on eviction only)")
+        if self.max_writes_per_hit is not None:
+            _check_number(
+                "NVMe.max_writes_per_hit", self.max_writes_per_hit, "writes, such as 6, or None (every block)"
+            )
         _check_choice("NVMe.durability", self.durability, _DURABILITIES)
         _check_int("NVMe.threads", self.threads, 1, 256)
         _check_seconds("NVMe.read_deadline_s", self.read_deadline_s)
@@ -189,6 +196,12 @@ def _check_seconds(name: str, value: object, zero: bool = False, also: str = "")
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or cast(float, value) < 0 or (value == 0 and not zero):
         raise ConfigError(name, value, f"a number of seconds {'of at least' if zero else 'above'} 0 is needed{also}")
+
+
+def _check_number(name: str, value: object, what: str) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or cast(float, value) <= 0:
+        raise ConfigError(name, value, f"a number above 0 of {what} is needed")
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

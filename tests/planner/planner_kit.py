@@ -105,7 +105,7 @@ class Bench:
         self.planner = Planner(
             specs,
             WIDTH,
-            make_policy(policy),
+            make_policy(policy) if isinstance(policy, str) else policy,
             namespace_digest=NAMESPACE,
             epoch=epoch,
             limits=self.limits,

@@ -116,8 +116,9 @@ def test_counts_and_bonuses_are_those_of_the_rules_block_by_block(capacity, seed
         found, there = serve(bench, prompt, later)
         came_back += found
         rules.request(prompt, found, there, (began, given_out), (bench.now, bench.tables[0].taken))
-        assert policy._seen == pytest.approx(rules.seen), prompt
-        assert policy._again == pytest.approx(rules.again), prompt
+        assert policy._soon.seen == pytest.approx(rules.seen), prompt
+        assert policy._soon.again == pytest.approx(rules.again), prompt
+        assert (policy._ever.seen, policy._ever.again) == (policy._soon.seen, policy._soon.again), "no level below"
         for block, (last_use, uses, bonus) in marks_of(bench).items():
             assert (last_use, uses) == (rules.last[block][0] if block in rules.last else last_use, rules.uses[block])
             assert bonus == pytest.approx(rules.bonus[block], rel=1e-5), block
@@ -128,7 +129,7 @@ def test_counts_and_bonuses_are_those_of_the_rules_block_by_block(capacity, seed
 def waiting_of(bench):
     """Per instant that is remembered, the blocks that wait there: by its counts, and by the blocks and ghosts."""
     policy = bench.state.policy
-    counted = {each.time: sum(each.waiting.values()) for each in policy._order}
+    counted = {each.time: sum(each.waiting.values()) for each in (*policy._late, *policy._order)}
     there = dict.fromkeys(counted, 0)
     for node in bench.state.residency.index.walk_nodes():
         for time in node.last_use.tolist():
@@ -137,6 +138,24 @@ def waiting_of(bench):
     for ghost in policy._ghosts.values():
         there[ghost.instant.time] += len(ghost.idents)
     return counted, there
+
+
+def test_what_comes_back_late_counts_for_the_next_level_only():
+    bench = Bench(dram(2), nvme(200), policy="reuse")
+    policy = bench.state.policy
+    serve(bench, "a")
+    for letter in "bcdefghijklmnop":
+        bench.now += 1
+        serve(bench, letter)
+    bench.now += 1
+    assert serve(bench, "a") == (1, 1), "from the level below"
+    kind = 2 * 3 * 1  # one new block, never used before, no tail
+    assert policy._soon.again[kind] == 0 and policy._soon.seen[kind] >= 7
+    assert policy._ever.again[kind] == 1 and policy._ever.seen[kind] == 1, "of the others it is not known yet"
+    node = bench.state.residency.index.root.children[bench.encode("p")[0]]
+    assert policy.worth(node, 0) == 1.0, "too little is known"
+    policy._ever.observed, policy._ever.again[kind], policy._ever.seen[kind] = 100, 20.0, 90.0
+    assert policy.worth(node, 0) == pytest.approx((20 + 30 * 0.5) / (90 + 30))
 
 
 def test_a_request_that_stores_when_its_load_is_long_forgotten():

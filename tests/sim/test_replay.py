@@ -42,8 +42,9 @@ def without_seconds(report: ReplayReport) -> dict[str, Any]:
         {"write_after_s": 5.0, "full_blocks": True, "in_flight": 2},
         {"nvme": None, "in_flight": 1, "policy": "lru"},
         {"hints": "perfect"},
+        {"max_writes_per_hit": 4.0, "exclusive": True, "write_after_s": 2.0},
     ],
-    ids=["plain", "write_after", "dram_only", "hints"],
+    ids=["plain", "write_after", "dram_only", "hints", "few_writes"],
 )
 def test_the_shipped_trace_with_and_without_data(tmp_path: Path, values: dict[str, Any]) -> None:
     with_data = run_replay(options(tmp_path, **values))

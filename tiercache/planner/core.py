@@ -73,10 +73,13 @@ class Planner:
         epoch: bytes = b"",
         exclusive: bool | None = None,
         write_after_s: float | None = None,
+        max_writes_per_hit: float | None = None,
         limits: Limits | None = None,
     ) -> None:
         """specs: the levels, fastest first. width: bytes of a symbol. exclusive: None decides per level, by size:
-        a block promoted from a level of under five times the capacity leaves that one."""
+        a block promoted from a level of under five times the capacity leaves that one. max_writes_per_hit: a block is
+        only written to a persistent level where no more writes than that are to be expected for each hit; None: always.
+        """
         self._namespace_digest = namespace_digest
         self.state = PlannerState(
             Residency(specs, width, policy.leave),
@@ -86,8 +89,9 @@ class Planner:
             limits or Limits(),
             exclusive,
             write_after_s,
+            max_writes_per_hit,
         )
-        policy.open(specs[0].capacity)
+        policy.open(specs[0].capacity, specs[-1].capacity if specs[-1].persistent else 0)
         self.uses = Uses(self.state)
         self.victims = Victims(self.state)
         self.room = Room(self.state, self.victims)

@@ -190,13 +190,21 @@ class Demotion:
     # -- written at an age, at flush, at close ------------------------------------------------------------------
 
     def write_later(self, level: int, slots: Slots, delay_s: float) -> None:
-        """Write blocks that just became resident to the last level after a delay; at once where too much is delayed
-        already, and without a delay where it is 0."""
+        """Write blocks that just became resident, and are worth it, to the last level after a delay; at once where too
+        much is delayed already, and without a delay where it is 0."""
         last = len(self.state.specs) - 1
+        slots = self._worth_writing(level, slots)
         if delay_s > 0 and self.state.online(last):
             _, slots = self._write(level, slots, last, delay_s)
         self.state.unwritten.add(level, slots)
         self._write_backlog()
+
+    def _worth_writing(self, level: int, slots: Slots) -> Slots:
+        if self.state.max_writes_per_hit is None:
+            return slots
+        runs = self.state.residency.runs_of(level, slots)
+        worth = [node.slots[a:b, level] for node, a, b in runs if self.state.is_worth_writing(node, b - 1)]
+        return np.concatenate(worth).astype(np.int32) if worth else slots[:0]
 
     def _write(self, level: int, slots: Slots, last: int, delay_s: float | None = None) -> tuple[bool, Slots]:
         """Write the blocks of these slots to the last level. Returns whether credits last, and the slots that must

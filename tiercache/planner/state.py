@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tiercache.arrays import as_index, present
 from tiercache.config import EXCLUSIVE_BELOW
+from tiercache.index import Node
 from tiercache.planner.backlog import Backlog
 from tiercache.planner.breaker import Breaker
 from tiercache.planner.counters import LevelCounters, PlannerCounters
@@ -122,6 +123,7 @@ class PlannerState:
     exclusive: bool | None = None
     """Does a promoted block leave the slower level (while it is a leaf there)? None: by size, see `gives_up`."""
     write_after_s: float | None = None
+    max_writes_per_hit: float | None = None
     now: float = 0.0
     jobs: dict[int, Flight] = field(default_factory=dict)
     outbox: list[MoverMessage] = field(default_factory=list)
@@ -189,6 +191,11 @@ class PlannerState:
         if self.exclusive is not None:
             return self.exclusive
         return self.specs[level].capacity < EXCLUSIVE_BELOW * self.specs[upper].capacity
+
+    def is_worth_writing(self, node: Node, at: int) -> bool:
+        """Are as many hits to be expected of a copy of this block below as `max_writes_per_hit` asks for?"""
+        limit = self.max_writes_per_hit
+        return limit is None or self.policy.worth(node, at) * limit >= 1
 
     # -- jobs ---------------------------------------------------------------------------------------------------
 

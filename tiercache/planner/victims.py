@@ -104,7 +104,8 @@ class Victims:
             below = residency.copy_below(node, begin, last + 1, level)
             if node.partial and last == node.n - 1:
                 below[-1] = True
-            fits &= below == droppable
+            if not (droppable and self._is_spare(level, node, last)):
+                fits &= below == droppable
         wrong = true_at(~fits)
         return begin + (int(wrong[-1]) + 1 if len(wrong) else 0)
 
@@ -137,11 +138,19 @@ class Victims:
             self.state.is_last(level)
             or bool(residency.copy_below(node, last, last + 1, level)[0])
             or (node.partial and last == node.n - 1)
+            or self._is_spare(level, node, last)
         )
         key = node.last_use.item(last)
         if node.marks is not None and not self.state.specs[level].persistent:
             key += node.marks["bonus"].item(last)
         return droppable, (key, -(node.depth + last), node.id)
+
+    def _is_spare(self, level: int, node: Node, last: int) -> bool:
+        """Would this block be written to a persistent level next, is that not worth it, and does nothing hang below it
+        on any level?"""
+        if level + 1 == len(self.state.specs) or not self.state.specs[level + 1].persistent:
+            return False
+        return last == node.n - 1 and not any(node.kids) and not self.state.is_worth_writing(node, last)
 
 
 def last_position(node: Node, level: int) -> int:

@@ -33,8 +33,9 @@ class Policy(Protocol):
 
     name: str
 
-    def open(self, capacity: int) -> None:
-        """The first level has so many slots. Called once, before all else."""
+    def open(self, capacity: int, below: int) -> None:
+        """The first level has so many slots, the persistent one `below` (0: there is none). Called once, before all
+        else."""
 
     def begin(self, now: float, new: int, taken: int, goes_on: bool) -> None:
         """A request uses a path at `now` (seconds) and brings `new` blocks. taken: slots of the first level ever given
@@ -51,6 +52,10 @@ class Policy(Protocol):
 
     def move(self, stretches: Stretches) -> None:
         """The request goes on: these blocks, which it used before, get `last_use` of now and keep their marks."""
+
+    def worth(self, node: Node, at: int) -> float:
+        """The share of such blocks as this one that are used again while the persistent level would hold them, by all
+        that is known; 1.0 for a policy that does not know. How many hits there are to expect of a write there."""
 
     def leave(self, node: Node, begin: int, end: int) -> None:
         """Blocks `[begin, end)` of a run leave the tree; its arrays are still whole."""

@@ -17,7 +17,7 @@ class LRU:
 
     name = "lru"
 
-    def open(self, capacity: int) -> None:
+    def open(self, capacity: int, below: int) -> None:
         """See Policy."""
 
     def begin(self, now: float, new: int, taken: int, goes_on: bool) -> None:
@@ -34,6 +34,10 @@ class LRU:
 
     def move(self, stretches: Stretches) -> None:
         """See Policy."""
+
+    def worth(self, node: Node, at: int) -> float:
+        """See Policy."""
+        return 1.0
 
     def leave(self, node: Node, begin: int, end: int) -> None:
         """See Policy."""

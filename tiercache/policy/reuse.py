@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,6 +55,8 @@ class _Instant:
     time: float
     taken: int
     """Slots given out before it."""
+    late: bool = False
+    """The window is over for it, and only a persistent level would still hold its blocks."""
     waiting: Counter[int] = field(default_factory=Counter)
     """Per class, blocks of which it is not known yet whether they are used again."""
     ghosts: list[int] = field(default_factory=list)
@@ -70,20 +73,49 @@ class _Ghost:
     instant: _Instant
 
 
+class _Shares:
+    """Per class, how many blocks were observed, and how many of them were used again."""
+
+    def __init__(self) -> None:
+        self.seen = [0.0] * _CLASSES
+        self.again = [0.0] * _CLASSES
+        self.observed = 0.0
+        """Blocks, of all classes; never fades."""
+        self._mean = 0.5
+
+    def count(self, counts: Iterable[tuple[int, int]], again: bool) -> None:
+        """So many blocks of each class were used again, or were not."""
+        for kind, count in counts:
+            self.seen[kind] += count
+            self.observed += count
+            if again:
+                self.again[kind] += count
+
+    def fade(self) -> None:
+        """Old observations count less."""
+        self.seen = [each * FADE for each in self.seen]
+        self.again = [each * FADE for each in self.again]
+        self._mean = (sum(self.again) + 1) / (sum(self.seen) + 2)
+
+    def of(self, kind: int) -> float:
+        """The share that is used again; the mean of all classes counts as PRIOR observations."""
+        return (self.again[kind] + PRIOR * self._mean) / (self.seen[kind] + PRIOR)
+
+
 class Reuse:
     """See the module."""
 
     name = "reuse"
 
     def __init__(self) -> None:
-        self._window = 0
-        self._seen = [0.0] * _CLASSES
-        self._again = [0.0] * _CLASSES
-        self._mean = 0.5
+        self._window = self._horizon = 0
+        self._soon, self._ever = _Shares(), _Shares()
+        """Used again within the window; before a persistent level would have let go of it."""
         self._gap_sum = self._gap_count = 0.0
         self._requests = 0
         self._instants: dict[float, _Instant] = {}
         self._order: deque[_Instant] = deque()
+        self._late: deque[_Instant] = deque()
         self._ghosts: dict[int, _Ghost] = {}
         """By the ident of their first block."""
         self._now = _Instant(-math.inf, 0)
@@ -91,26 +123,27 @@ class Reuse:
         self._bonuses: dict[int, float] = {}
         """Of this request, by class."""
 
-    def open(self, capacity: int) -> None:
+    def open(self, capacity: int, below: int) -> None:
         """See Policy."""
         self._window = WINDOW * capacity
+        self._horizon = max(self._window, below)
 
     def clear(self) -> None:
         """See Policy."""
         self._instants.clear()
         self._order.clear()
+        self._late.clear()
         self._ghosts.clear()
 
     # -- a request --------------------------------------------------------------------------------------------------
 
     def begin(self, now: float, new: int, taken: int, goes_on: bool) -> None:
         """See Policy."""
-        self._expire(taken - self._window)
+        self._expire(taken)
         self._requests += not goes_on
         if not goes_on and self._requests % FADE_EVERY == 0:
-            self._seen = [each * FADE for each in self._seen]
-            self._again = [each * FADE for each in self._again]
-            self._mean = (sum(self._again) + 1) / (sum(self._seen) + 2)
+            self._soon.fade()
+            self._ever.fade()
         self._size = min(_SIZES - 1, new.bit_length())
         self._bonuses.clear()
         instant = self._instants.get(now)
@@ -120,12 +153,16 @@ class Reuse:
         self._now = instant
 
     def _expire(self, taken: int) -> None:
-        """What was last used before so many slots were given out will not be used again."""
-        order = self._order
-        while order and (order[0].taken < taken or len(order) > _MOST_INSTANTS):
+        """Count what was not used again: when its window is over, and when a persistent level would let go of it."""
+        order, late = self._order, self._late
+        while order and (order[0].taken < taken - self._window or len(order) > _MOST_INSTANTS):
             instant = order.popleft()
-            for kind, count in instant.waiting.items():
-                self._seen[kind] += count
+            instant.late = True
+            late.append(instant)
+            self._soon.count(instant.waiting.items(), again=False)
+        while late and (late[0].taken < taken - self._horizon or len(late) > _MOST_INSTANTS):
+            instant = late.popleft()
+            self._ever.count(instant.waiting.items(), again=False)
             del self._instants[instant.time]
             for ident in instant.ghosts:
                 ghost = self._ghosts.get(ident)
@@ -186,9 +223,14 @@ class Reuse:
         self._now.waiting[kind] += end - begin
 
     def _bonus(self, kind: int) -> float:
-        share = (self._again[kind] + PRIOR * self._mean) / (self._seen[kind] + PRIOR)
         gap = self._gap_sum / self._gap_count if self._gap_count >= PRIOR else 0.0
-        return STRENGTH * gap * math.log(share)
+        return STRENGTH * gap * math.log(self._soon.of(kind))
+
+    def worth(self, node: Node, at: int) -> float:
+        """See Policy."""
+        if node.marks is None or self._ever.observed < PRIOR:
+            return 1.0
+        return self._ever.of(node.marks["kind"].item(at))
 
     def move(self, stretches: Stretches) -> None:
         """See Policy."""
@@ -226,12 +268,15 @@ class Reuse:
         """Blocks last used then are used now; those of the same instant are one use."""
         if instant is None:
             return
-        same = instant is self._now
-        for kind, count in _counts(kinds):
+        counts = _counts(kinds)
+        for kind, count in counts:
             instant.waiting[kind] -= count
-            if not same:
-                self._seen[kind] += count
-                self._again[kind] += count
+        if instant is self._now:
+            return
+        self._ever.count(counts, again=True)
+        if instant.late:
+            return
+        self._soon.count(counts, again=True)
         gap, n = self._now.time - instant.time, len(kinds)
         if gap > 0:
             faded = GAP_FADE**n

@@ -51,6 +51,8 @@ class DriverSettings:
     policy: str
     hints: Hints
     write_after_s: float | None
+    max_writes_per_hit: float | None = None
+    exclusive: bool | None = None
 
     @property
     def tiers(self) -> tuple[tuple[str, int], ...]:
@@ -215,6 +217,8 @@ class PlanDriver(Driver):
             make_policy(settings.policy),
             epoch=_EPOCH,
             write_after_s=None if settings.write_after_s is None else NEVER_S,
+            max_writes_per_hit=settings.max_writes_per_hit,
+            exclusive=settings.exclusive,
         )
         self._mover = NullMover(self.delivery.arrived, settings.block_nbytes)
         self.delivery.bind(self._apply)
@@ -303,6 +307,7 @@ class CacheDriver(Driver):
             _EPOCH,
             trace.block_tokens,
             settings.policy,
+            settings.exclusive,
             switch="on",
             clock=lambda: self._now,
             delivery=self.delivery,
@@ -412,6 +417,7 @@ def _tiers(settings: DriverSettings, directory: Path | None) -> list[Tier]:
                 directory,
                 settings.nvme_slots * stride,
                 write_after_s=None if settings.write_after_s is None else NEVER_S,
+                max_writes_per_hit=settings.max_writes_per_hit,
                 read_deadline_s=_IO_DEADLINE_S,
                 write_deadline_s=_IO_DEADLINE_S,
             )

@@ -88,6 +88,10 @@ class ReplayOptions:
     """Requests in flight: step i delivers the results of jobs issued up to step i - in_flight."""
     write_after_s: float | None = None
     """Age, in trace seconds, at which a block is written to NVMe; None: only when it is evicted from DRAM."""
+    max_writes_per_hit: float | None = None
+    """See `NVMe`; None: every block may be written."""
+    exclusive: bool | None = None
+    """Whether a block that is promoted leaves NVMe; None: by size."""
     no_data: bool = False
     """Same decisions, no payload and no tokens."""
     full_blocks: bool = False
@@ -113,6 +117,11 @@ class ReplayOptions:
             raise ConfigError("write_after", self.write_after_s, "seconds, 0 or more, or 'off'")
         if self.nvme is None and self.write_after_s is not None:
             raise ConfigError("write_after", self.write_after_s, "'off': there is no NVMe tier to write to")
+        if self.max_writes_per_hit is not None:
+            if not 0 < self.max_writes_per_hit < float("inf"):
+                raise ConfigError("max_writes_per_hit", self.max_writes_per_hit, "a number above 0, or 'off'")
+            if self.nvme is None:
+                raise ConfigError("max_writes_per_hit", self.max_writes_per_hit, "'off': there is no NVMe tier")
         if self.nvme is not None and self.nvme_path is None and not self.no_data:
             raise ConfigError("nvme", None, "DIR:SIZE, a directory for the data (only no_data goes without)")
         if self.kill_at is not None:

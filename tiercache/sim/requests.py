@@ -40,6 +40,8 @@ def driver_settings(options: ReplayOptions, trace: Trace) -> DriverSettings:
         policy=options.policy,
         hints=options.hints,
         write_after_s=options.write_after_s,
+        max_writes_per_hit=options.max_writes_per_hit,
+        exclusive=options.exclusive,
     )
 
 
