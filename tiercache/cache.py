@@ -131,12 +131,15 @@ class TieredKVCache:
         if deadline_s > 0:
             link.refuse_worker("lookup(deadline_s=)")
         until = time.monotonic() + deadline_s
-        with link.planning(patiently=True) as stack:
+        stack = link.ask()
+        try:
             match = self._lookup(stack, prompt)
             while match.pending and (left := until - time.monotonic()) > 0:
                 link.wait_changed(left)
                 match = self._lookup(stack, prompt, again=True)
-        return match
+            return match
+        finally:
+            link.lock.release()
 
     def _lookup(self, stack: Stack | None, prompt: Prompt, again: bool = False) -> Match:
         """Under the planner's lock. `again`: the same lookup after a wait, counted once."""
@@ -175,7 +178,6 @@ class TieredKVCache:
         is a miss. LayoutError or ValueError for a wrong `out`.
         """
         future = LoadFuture()
-        clock = self._link.clock
         with self._link.planning() as stack:
             rows = CallerRows(out, stack.layout, writable=True) if stack is not None and out is not None else None
             if stack is None or not self.loads_enabled or match.blocks == 0:
@@ -185,7 +187,7 @@ class TieredKVCache:
                 if rows is not None:
                     endpoint, want = self._link.attach(stack, rows), min(want, rows.n)
                 total, match.once[0] = None if match.once[0] else match.prompt_blocks, True
-                load = stack.planner.plan_load(match.symbols, want, match.epoch, clock(), endpoint, total)
+                load = stack.planner.plan_load(match.symbols, want, match.epoch, self._link.clock(), endpoint, total)
                 expected = self._link.expect(future, load, match, out)
         if load is None:
             memory = stack.memory if stack is not None else None

@@ -151,6 +151,8 @@ class Residency:
         while current is not None and current.parent is not None:
             parent = current.parent
             gone = self.index.trim(current)
+            if gone:
+                self.restored.pop(current, None)
             self.stale[current] = None
             self.stale[parent] = None
             if not gone:

@@ -38,7 +38,8 @@ class Steps:
     def __init__(self, rng: Random, kind: str):
         self.rng = rng
         levels = rng.choice(LEVELS[kind])
-        self.bench = Bench(*levels, limits=rng.choice(LIMITS), **rng.choice(OPTIONS[kind]))
+        limits, options = rng.choice(LIMITS), rng.choice(OPTIONS[kind])
+        self.bench = Bench(*levels, limits=limits, policy=rng.choice(["lru", "reuse"]), **options)
         self.prompts = ["a"]
         self.epochs = 0
 

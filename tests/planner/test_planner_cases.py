@@ -145,6 +145,21 @@ def test_a_hint_takes_the_partial_tails_of_its_conversation_along():
     assert bench.planner.check() == []
 
 
+def test_a_hint_leaves_the_last_words_of_others_alone():
+    """Two users of one system prompt, whose questions are partial blocks."""
+    bench = Bench(dram(20))
+    for prompt in ("abX", "abY"):
+        bench.now += 1
+        bench.stored(prompt)
+    assert bench.hint("ab") == 0, "whose tail is it?"
+    bench.now += 1
+    bench.stored("abcd")
+    bench.now += 1
+    bench.touch("abY")
+    assert bench.hint("abcd") == 2, "c and d; somebody came back to Y after them"
+    assert bench.last_use("abY") == bench.now and bench.last_use("ab") == bench.now
+
+
 def test_a_hit_from_a_slow_level_keeps_the_path_young_there():
     bench = Bench(dram(4), nvme(8), exclusive=False)
     on_nvme(bench, "abcd")

@@ -6,7 +6,7 @@ import random
 import pytest
 from planner_kit import Bench, dram, nvme
 
-from tiercache.policy.reuse import FADE, FADE_EVERY, GAP_FADE, PRIOR, STRENGTH, WINDOW
+from tiercache.policy.reuse import FADE, FADE_EVERY, GAP_FADE, LONGEST_GAP, PRIOR, STRENGTH, WINDOW
 
 
 class Blocks:
@@ -31,6 +31,7 @@ class Blocks:
             self.seen = [each * FADE for each in self.seen]
             self.again = [each * FADE for each in self.again]
             self.mean = (sum(self.again) + 1) / (sum(self.seen) + 2)
+        self.gap = self.gap_sum / self.gap_count if self.gap_count >= PRIOR else 0.0
         given_out, bonuses = self.given_out.setdefault(now, given_out), {}
         for i in range(begin if goes_on else 0):  # used by this request before, only later than it seemed
             self.last[prompt[: i + 1]] = (now, self.last[prompt[: i + 1]][1], given_out)
@@ -44,8 +45,7 @@ class Blocks:
             kind = (size * 3 + min(self.uses.get(block, 0), 2)) * 2 + partial
             if kind not in bonuses:
                 share = (self.again[kind] + PRIOR * self.mean) / (self.seen[kind] + PRIOR)
-                gap = self.gap_sum / self.gap_count if self.gap_count >= PRIOR else 0.0
-                bonuses[kind] = STRENGTH * gap * math.log(share)
+                bonuses[kind] = STRENGTH * self.gap * math.log(share)
             self.last[block] = (now, kind, given_out)
             self.uses[block] = self.uses.get(block, 0) + 1
             self.bonus[block] = bonuses[kind]
@@ -64,7 +64,8 @@ class Blocks:
         time, kind, _ = last
         self.seen[kind] += 1
         self.again[kind] += 1
-        self.gap_sum = self.gap_sum * GAP_FADE + now - time
+        gap = min(now - time, LONGEST_GAP * self.gap) if self.gap else now - time
+        self.gap_sum = self.gap_sum * GAP_FADE + gap
         self.gap_count = self.gap_count * GAP_FADE + 1
 
 
@@ -156,6 +157,51 @@ def test_what_comes_back_late_counts_for_the_next_level_only():
     assert policy.worth(node, 0) == 1.0, "too little is known"
     policy._ever.observed, policy._ever.again[kind], policy._ever.seen[kind] = 100, 20.0, 90.0
     assert policy.worth(node, 0) == pytest.approx((20 + 30 * 0.5) / (90 + 30))
+
+
+def test_a_quiet_night_changes_little_of_what_a_gap_is():
+    """12 hours between two uses of everything there is: recency must not drown in it."""
+    bench, chance = Bench(dram(60), policy="reuse"), random.Random(5)
+    policy = bench.state.policy
+    for prompt in prompts(chance, 200):
+        bench.now += 2
+        serve(bench, prompt)
+    before = policy._gap_sum / policy._gap_count
+    bench.now += 12 * 3600
+    for prompt in prompts(chance, 30):
+        bench.now += 2
+        serve(bench, prompt)
+    assert policy._gap_sum / policy._gap_count < 2 * before
+
+
+def test_a_clock_that_stands_still_costs_nothing_but_what_is_learnt():
+    bench, chance = Bench(dram(8), policy="reuse"), random.Random(2)
+    for prompt in prompts(chance, 3000):
+        serve(bench, prompt)
+    policy = bench.state.policy
+    assert min(policy._soon.seen) >= 0 and bench.planner.check() == []
+
+
+@pytest.mark.parametrize("start", ["found", "beginning"])
+def test_a_request_that_stores_all_of_its_prompt_is_one_use_too(start):
+    bench = Bench(dram(20), policy="reuse")
+    bench.stored("ab")
+    bench.now += 1
+    load = bench.load("abcd", out=True)
+    bench.deliver_all()
+    bench.now += 1
+    bench.stored("abcd", load.blocks if start == "found" else 0)
+    uses = {block: uses for block, (_, uses, _) in marks_of(bench).items()}
+    assert uses == {"a": 2, "ab": 2, "abc": 1, "abcd": 1}
+
+
+def test_hits_alone_remember_a_bounded_number_of_instants():
+    bench = Bench(dram(8), policy="reuse")
+    bench.stored("ab")
+    for _ in range(1500):
+        bench.now += 1
+        bench.touch("ab")
+    assert len(bench.state.policy._order) <= 1025 and len(bench.state.policy._instants) <= 2050
 
 
 def test_a_request_that_stores_when_its_load_is_long_forgotten():

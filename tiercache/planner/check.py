@@ -98,7 +98,7 @@ def _check_tree(state: PlannerState) -> Iterator[str]:
             yield f"node {node_id}: wrong depth, or its parent is a partial block"
         if node.parent.order is not None and list(node.parent.order) != sorted(node.parent.children):
             yield f"node {node.parent.id}: sorted children differ from children"
-        if len(node.run) < node.n * width or {len(node.idents), len(node.slots), len(node.last_use)} != {node.n}:
+        if len(node.run) < node.n * width or _lengths(node) != {node.n}:
             yield f"node {node_id}: an array is shorter than its run"
         for level in range(state.residency.levels):
             row = node.slots[:, level]
@@ -178,3 +178,9 @@ def _check_credits(state: PlannerState, loads: Loads) -> Iterator[str]:
         if found_blocks != right_blocks:
             name = state.specs[level].name
             yield f"{name}: credits {found_blocks}, in flight {right_blocks} (blocks in, out, of these written, held)"
+
+
+def _lengths(node: Node) -> set[int]:
+    """Of all arrays per block."""
+    marks = () if node.marks is None else (node.marks,)
+    return {len(each) for each in (node.idents, node.slots, node.last_use, node.uses, *marks)}

@@ -121,6 +121,7 @@ class Room:
                 self.let_go(level, slots, evicted)
             if each is not node:
                 residency.index.trim(each)
+                residency.restored.pop(each, None)
                 residency.stale[each] = None
         residency.trim(node)
         return removed

@@ -52,7 +52,7 @@ class Uses:
         more, only later than it seemed.
         """
         policy = self.state.policy
-        goes_on = self._goes_on(path, start)
+        goes_on = self._goes_on(path, start) or (start < known and self._goes_on(path, known))
         self._begin(max(0, path.blocks - known), goes_on)
         old = [(node, 0, min(take, known - node.depth)) for node, take in path if node.depth < known]
         new = [(node, max(0, known - node.depth), take) for node, take in path if node.depth + take > known]
@@ -69,14 +69,22 @@ class Uses:
         self._note_persistent(path)
 
     def release(self, path: Path) -> int:
-        """The conversation that ends with this path is over: what only it uses goes to the cold end, with its partial
-        tails. Returns blocks moved."""
-        moved, below = 0, None
+        """The conversation that ends with this path is over: what only it uses goes to the cold end, with the partial
+        tails of its turns. Returns blocks moved.
+
+        Of several tails at its end, or one that was used after it went on, it cannot be told whose they are: then what
+        is above them stays.
+        """
+        moved, below, went_on = 0, None, np.inf
         for node, take in reversed(list(path)):
             tails = [child for child in node.children.values() if child is not below]
-            shared = node.n - take > node.partial or not all(child.partial and child.n == 1 for child in tails)
-            if shared:
+            if node.n - take > node.partial or not all(child.partial and child.n == 1 for child in tails):
                 break
+            if below is None and len(tails) + node.n - take > 1:
+                break
+            if any(tail.last_use.item(0) > went_on for tail in tails):
+                break
+            went_on = node.last_use.item(0)
             for each in (node, *tails):
                 each.last_use[: each.n] = -np.inf
                 self.state.residency.stale[each] = None

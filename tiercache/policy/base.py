@@ -5,8 +5,8 @@ seconds plus a bonus, which the policy gives at each use: nothing for LRU, secon
 expects some blocks to be used again sooner than others. So a key stands still between two uses of its block.
 
 A policy holds no clock and does no I/O. The planner calls it under its lock, for each request in this order: `begin`;
-`place` with what is new, `again` with what was there; then `mark` with all of it. While it is called, `last_use` and
-`uses` of the blocks are still those before the request.
+`place` with what is new, `again` with what was there (`move`, where the request used it before); then `mark`. While
+a method is called, `last_use` and `uses` of the blocks it is given are still those before the request.
 """
 
 from __future__ import annotations

@@ -42,10 +42,12 @@ FADE = 0.995
 FADE_EVERY = 50
 GAP_FADE = 0.9999
 """Of the gaps, per block."""
+LONGEST_GAP = 8.0
+"""A gap counts at most as this many mean ones: a quiet night says nothing of how soon blocks are used again."""
 _SIZES, _USES = 8, 3
 _CLASSES = _SIZES * _USES * 2
-_MOST_INSTANTS = 1 << 16
-"""More are not remembered, however little passes through the first level."""
+_FEWEST_INSTANTS, _MOST_INSTANTS = 1 << 10, 1 << 16
+"""As many as the window has blocks are remembered, within these bounds, however little passes through the level."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +56,7 @@ class _Instant:
 
     time: float
     taken: int
-    """Slots given out before it."""
+    """Slots given out until then, those of its own request too where that stored before it was noted."""
     late: bool = False
     """The window is over for it, and only a persistent level would still hold its blocks."""
     waiting: Counter[int] = field(default_factory=Counter)
@@ -84,8 +86,10 @@ class _Shares:
         self._mean = 0.5
 
     def count(self, counts: Iterable[tuple[int, int]], again: bool) -> None:
-        """So many blocks of each class were used again, or were not."""
-        for kind, count in counts:
+        """So many blocks of each class were used again, or were not. A negative number (a clock that stands still joins
+        what should be apart) counts as none."""
+        for kind, signed in counts:
+            count = max(0, signed)
             self.seen[kind] += count
             self.observed += count
             if again:
@@ -108,10 +112,12 @@ class Reuse:
     name = "reuse"
 
     def __init__(self) -> None:
-        self._window = self._horizon = 0
+        self._window = self._horizon = self._most = 0
         self._soon, self._ever = _Shares(), _Shares()
         """Used again within the window; before a persistent level would have let go of it."""
         self._gap_sum = self._gap_count = 0.0
+        self._gap = 0.0
+        """Mean seconds between two uses, as of the beginning of this request; 0 while too few are known."""
         self._requests = 0
         self._instants: dict[float, _Instant] = {}
         self._order: deque[_Instant] = deque()
@@ -127,6 +133,7 @@ class Reuse:
         """See Policy."""
         self._window = WINDOW * capacity
         self._horizon = max(self._window, below)
+        self._most = min(_MOST_INSTANTS, max(_FEWEST_INSTANTS, self._window))
 
     def clear(self) -> None:
         """See Policy."""
@@ -145,6 +152,7 @@ class Reuse:
             self._soon.fade()
             self._ever.fade()
         self._size = min(_SIZES - 1, new.bit_length())
+        self._gap = self._gap_sum / self._gap_count if self._gap_count >= PRIOR else 0.0
         self._bonuses.clear()
         instant = self._instants.get(now)
         if instant is None:
@@ -155,12 +163,12 @@ class Reuse:
     def _expire(self, taken: int) -> None:
         """Count what was not used again: when its window is over, and when a persistent level would let go of it."""
         order, late = self._order, self._late
-        while order and (order[0].taken < taken - self._window or len(order) > _MOST_INSTANTS):
+        while order and (order[0].taken < taken - self._window or len(order) > self._most):
             instant = order.popleft()
             instant.late = True
             late.append(instant)
             self._soon.count(instant.waiting.items(), again=False)
-        while late and (late[0].taken < taken - self._horizon or len(late) > _MOST_INSTANTS):
+        while late and (late[0].taken < taken - self._horizon or len(late) > self._most):
             instant = late.popleft()
             self._ever.count(instant.waiting.items(), again=False)
             del self._instants[instant.time]
@@ -223,8 +231,7 @@ class Reuse:
         self._now.waiting[kind] += end - begin
 
     def _bonus(self, kind: int) -> float:
-        gap = self._gap_sum / self._gap_count if self._gap_count >= PRIOR else 0.0
-        return STRENGTH * gap * math.log(self._soon.of(kind))
+        return STRENGTH * self._gap * math.log(self._soon.of(kind))
 
     def worth(self, node: Node, at: int) -> float:
         """See Policy."""
@@ -277,7 +284,7 @@ class Reuse:
         if instant.late:
             return
         self._soon.count(counts, again=True)
-        gap, n = self._now.time - instant.time, len(kinds)
+        gap, n = min(self._now.time - instant.time, LONGEST_GAP * self._gap or math.inf), len(kinds)
         if gap > 0:
             faded = GAP_FADE**n
             self._gap_sum = self._gap_sum * faded + gap * (1 - faded) / (1 - GAP_FADE)
