@@ -76,8 +76,8 @@ def test_a_load_that_is_done_before_the_call_returns_is_completed_once(tmp_path)
         link, planning = cache._link, cache._link.planning
 
         @contextmanager
-        def slow_to_return(patiently=False):
-            with planning(patiently) as stack:
+        def slow_to_return():
+            with planning() as stack:
                 yield stack
             time.sleep(0.05)
 
