@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.arrays import as_index, ascending, count_levels, counting, first_false, first_true, present, true_at
+from tiercache.arrays import (
+    as_index,
+    ascending,
+    count_levels,
+    counting,
+    each_once,
+    first_false,
+    first_true,
+    present,
+    true_at,
+)
 
 POOL = np.arange(1000, dtype=np.int32) * 7
 
@@ -76,6 +86,12 @@ def test_masks(bits: list[bool], strided: bool) -> None:
     assert first_true(mask) == (bits.index(True) if True in bits else len(bits))
     assert first_false(mask) == (bits.index(False) if False in bits else len(bits))
     assert true_at(mask).tolist() == [i for i, bit in enumerate(bits) if bit]
+
+
+@given(st.lists(st.tuples(st.integers(-1, 9), st.integers(1, 40)), max_size=8))
+def test_each_once(runs: list[tuple[int, int]]) -> None:
+    numbers = [number for number, n in runs for _ in range(n)]
+    assert each_once(np.array(numbers, dtype=np.int32)) == list(dict.fromkeys(numbers))
 
 
 @given(st.lists(st.integers(-1, 3), max_size=80))

@@ -119,7 +119,8 @@ def test_options_by_default(commands: Commands) -> None:
 def test_every_option(commands: Commands) -> None:
     line = (
         "x.npz --dram 5% --nvme /a:b/c:20GiB --block-bytes 4KiB --policy lru --in-flight 7 --write-after 2.5 "
-        "--full-blocks --skip-bad --requests 9 --kill-at 0.5 --keep --block-tokens 16 --json"
+        "--full-blocks --skip-bad --requests 9 --kill-at 0.5 --keep --block-tokens 16 --json --hints perfect "
+        "--exclusive no"
     )
     status = commands.replay(*line.split())
     assert status == 0
@@ -131,6 +132,8 @@ def test_every_option(commands: Commands) -> None:
         block_nbytes=4096,
         block_tokens=16,
         policy="lru",
+        hints="perfect",
+        exclusive=False,
         in_flight=7,
         write_after_s=2.5,
         full_blocks=True,
@@ -140,6 +143,19 @@ def test_every_option(commands: Commands) -> None:
         keep=True,
     )
     assert commands.options.trace_path == Path("x.npz")
+
+
+def test_a_limit_of_writes(commands: Commands) -> None:
+    assert commands.replay("x", "--nvme", "d:50%", "--max-writes-per-hit", "6", "--exclusive", "yes") == 0
+    assert (commands.options.max_writes_per_hit, commands.options.exclusive) == (6.0, True)
+    for arguments, says in (
+        (["--nvme", "d:50%", "--max-writes-per-hit", "0.5"], "at least 1"),
+        (["--nvme", "d:50%", "--max-writes-per-hit", "few"], "like 6, or 'off'"),
+        (["--nvme", "d:50%", "--max-writes-per-hit", "6", "--policy", "lru"], "use 'reuse'"),
+        (["--max-writes-per-hit", "6"], "no NVMe tier"),
+    ):
+        assert commands.replay("x", *arguments) == 2
+        assert says in commands.err.splitlines()[-1] and "max" in commands.err.splitlines()[-1]
 
 
 def test_without_data_the_nvme_tier_needs_no_directory(commands: Commands) -> None:

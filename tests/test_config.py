@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -207,6 +207,9 @@ def test_remote_tiers_are_not_there_yet(tier: str) -> None:
         ("threads", 257),
         ("threads", 2.0),
         ("threads", True),
+        ("max_writes_per_hit", 0.5),
+        ("max_writes_per_hit", "6"),
+        ("max_writes_per_hit", True),
         ("read_deadline_s", 0),
         ("read_deadline_s", float("inf")),
         ("write_deadline_s", True),
@@ -233,6 +236,14 @@ def test_tiers_alone_are_enough() -> None:
     assert settings.tiers == (DRAM("8GiB"), NVMe("/mnt/kv", "200GiB"))
     assert (settings.layout, settings.namespace, settings.epoch) == (None, None, None)
     assert (settings.block_tokens, settings.policy, settings.exclusive, settings.switch) == (16, "reuse", None, "on")
+
+
+def test_a_limit_of_writes_needs_a_policy_that_learns() -> None:
+    nvme = {"kind": "nvme", "path": "/mnt/kv", "size": "200GiB", "max_writes_per_hit": 6}
+    assert cast(NVMe, _settings(["dram:8GiB", nvme]).tiers[1]).max_writes_per_hit == 6
+    with pytest.raises(ConfigError, match=r"'lru' cannot tell.*use 'reuse'") as caught:
+        _settings(["dram:8GiB", nvme], policy="lru")
+    assert caught.value.field == "tiers[1].max_writes_per_hit"
 
 
 def test_short_forms_become_objects() -> None:

@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 
 from tiercache.types import Bools, Slots
 
-__all__ = ["as_index", "ascending", "count_levels", "counting", "first_false", "first_true", "present", "true_at"]
+__all__ = [
+    "as_index",
+    "ascending",
+    "count_levels",
+    "counting",
+    "each_once",
+    "first_false",
+    "first_true",
+    "present",
+    "true_at",
+]
 
 _LISTED = 64
 """Up to so many numbers a list is compared sooner than an array."""
@@ -72,6 +82,13 @@ def first_false(mask: Bools) -> int:
 def true_at(mask: Bools) -> NDArray[np.int64]:
     """Indices of True, as `np.flatnonzero`."""
     return np.flatnonzero(mask) if 1 in mask.tobytes() else _NONE
+
+
+def each_once(numbers: Slots) -> list[int]:
+    """The numbers in order, each once, where equal ones lie side by side as the owners of slots do."""
+    if len(numbers) > _LISTED:
+        numbers = np.concatenate((numbers[:1], numbers[1:][numbers[1:] != numbers[:-1]]))
+    return list(dict.fromkeys(numbers.tolist()))
 
 
 def count_levels(labels: NDArray[np.int8], levels: int) -> tuple[int, ...]:

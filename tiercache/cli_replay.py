@@ -44,6 +44,8 @@ examples:
 exit status: 0; 1 a byte was wrong, or nothing was warm after the kill; 2 the replay could not be run.
 """
 
+_EXCLUSIVE = {"auto": None, "yes": True, "no": False}
+
 
 def add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
@@ -73,6 +75,12 @@ def add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         default="off",
         help="write a block to NVMe only where N such writes bring a hit, as far as the policy can tell (default: off)",
+    )
+    tiers.add_argument(
+        "--exclusive",
+        choices=list(_EXCLUSIVE),
+        default="auto",
+        help="does a block that is brought up leave NVMe? auto: where NVMe is under five times DRAM (default: auto)",
     )
     replay = parser.add_argument_group("the replay")
     replay.add_argument("--in-flight", metavar="N", type=int, default=4, help="requests in flight (default: 4)")
@@ -114,6 +122,7 @@ def options_of(args: argparse.Namespace) -> ReplayOptions:
         block_nbytes=parse_size(args.block_bytes, "--block-bytes"),
         block_tokens=args.block_tokens,
         policy=args.policy,
+        exclusive=_EXCLUSIVE[args.exclusive],
         hints=args.hints,
         in_flight=args.in_flight,
         write_after_s=_parse_number_or_off("--write-after", args.write_after, "seconds, like 2"),

@@ -162,9 +162,7 @@ class NVMe:
         if self.write_after_s is not None:
             _check_seconds("NVMe.write_after_s", self.write_after_s, zero=True, also=", or None (on eviction only)")
         if self.max_writes_per_hit is not None:
-            _check_number(
-                "NVMe.max_writes_per_hit", self.max_writes_per_hit, "writes, such as 6, or None (every block)"
-            )
+            check_max_writes_per_hit("NVMe.max_writes_per_hit", self.max_writes_per_hit)
         _check_choice("NVMe.durability", self.durability, _DURABILITIES)
         _check_int("NVMe.threads", self.threads, 1, 256)
         _check_seconds("NVMe.read_deadline_s", self.read_deadline_s)
@@ -198,10 +196,13 @@ def _check_seconds(name: str, value: object, zero: bool = False, also: str = "")
         raise ConfigError(name, value, f"a number of seconds {'of at least' if zero else 'above'} 0 is needed{also}")
 
 
-def _check_number(name: str, value: object, what: str) -> None:
+def check_max_writes_per_hit(name: str, value: object, policy: str = "reuse") -> None:
+    """ConfigError for what is no limit, or one that this policy knows nothing of."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or cast(float, value) <= 0:
-        raise ConfigError(name, value, f"a number above 0 of {what} is needed")
+    if not number or cast(float, value) < 1:
+        raise ConfigError(name, value, "a number of at least 1, such as 6, is needed, or none (every block is written)")
+    if policy != "reuse":
+        raise ConfigError(name, value, f"policy {policy!r} cannot tell what will be asked for again: use 'reuse'")
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
@@ -309,6 +310,9 @@ class Settings:
         object.__setattr__(self, "epoch", _checked_epoch(self.epoch))
         _check_int("block_tokens", self.block_tokens, 1, 1 << 20)
         _check_choice("policy", self.policy, POLICIES)
+        for i, tier in enumerate(self.tiers):
+            if isinstance(tier, NVMe) and tier.max_writes_per_hit is not None:
+                check_max_writes_per_hit(f"tiers[{i}].max_writes_per_hit", tier.max_writes_per_hit, self.policy)
         if self.exclusive is not None and not isinstance(self.exclusive, bool):
             raise ConfigError("exclusive", self.exclusive, "true, false, or nothing (automatic) is needed")
         _check_choice("switch", self.switch, _SWITCHES)

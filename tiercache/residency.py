@@ -12,16 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercache.arrays import as_index, counting, present
+from tiercache.arrays import as_index, counting, each_once, present
 from tiercache.index import ABSENT, Leaving, Node, Path, PrefixIndex
 from tiercache.keys import INT32_MIN
 from tiercache.slots import FREE, NO_OWNER, RESIDENT, SlotTable
 from tiercache.types import Bools, Floats, Idents, LevelSpec, Slots, Uses
 
 __all__ = ["Residency"]
-
-_LISTED = 64
-"""Owners of up to so many slots are told apart sooner as a list than as an array."""
 
 
 class Residency:
@@ -179,12 +176,10 @@ class Residency:
         self.stale.update((node, None) for node in self.owners(level, slots))
 
     def owners(self, level: int, slots: Slots) -> list[Node]:
-        """The nodes that own these slots, each at least once."""
+        """The nodes that own these slots, each once."""
         owners = self.tables[level].owner[as_index(slots)]
-        n, nodes = len(owners), self.index.nodes
-        if n > _LISTED:  # slots come run by run: the first of each is enough
-            owners = np.concatenate((owners[:1], owners[1:][owners[1:] != owners[:-1]]))
-        return [nodes[owner] for owner in dict.fromkeys(owners.tolist()) if owner != NO_OWNER]
+        nodes = self.index.nodes
+        return [nodes[owner] for owner in each_once(owners) if owner != NO_OWNER]
 
     def set_state(self, level: int, slots: Slots, state: np.uint8) -> None:
         """These slots, which nodes own, are in another state now."""

@@ -162,6 +162,20 @@ def test_a_use_counts_once_per_match():
         assert uses() == [4]
 
 
+@pytest.mark.parametrize("how", ["touch", "load"])
+def test_a_request_that_stores_after_it_used_what_is_there_counts_once(how):
+    with open_cache(None) as cache:
+        store(cache, prompt(1, 2))
+        tokens = prompt(1, 2, 3)
+        match = cache.lookup(tokens)
+        if how == "touch":
+            cache.touch(match)
+        else:
+            cache.load(match).result().release()
+        assert cache.store(tokens, blocks_of(tokens)[2:], 2).wait(WAIT_S)
+        assert [each.uses for each in cache.explain(tokens).stretches] == [2]
+
+
 @pytest.mark.parametrize("how", ["touch", "load", "store", "pin"])
 def test_what_was_used_last_leaves_last(how):
     with open_cache(None, dram_slots=2) as cache:

@@ -344,7 +344,9 @@ def test_a_loaded_that_is_collected_warns_and_gives_its_pins_back():
         with pytest.warns(ResourceWarning, match=r"Loaded\(3 blocks.* was never released"):
             del loaded
             gc.collect()
+        assert cache.stack.planner.state.credits[0].held == 3, "whoever asks next lets go of it"
         cache.lookup(TOKENS)
+        assert cache.stack.planner.state.credits[0].held == 0
         assert is_clean(cache)
 
 

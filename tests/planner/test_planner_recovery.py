@@ -130,3 +130,18 @@ def test_released_blocks_are_claimed_with_a_finite_last_use():
     (job,) = bench.jobs("write")
     assert job.claims.last_use.tolist() == [0.0, 0.0]
     bench.finish()
+
+
+@pytest.mark.parametrize("prompt", ["", "ab", "q"])
+def test_what_a_restart_found_and_somebody_dropped_is_not_kept(prompt):
+    """Runs that were never filed, alone or below a fork, are given up with the tree."""
+    last_use = dict.fromkeys(["a", "ab", "abc", "abx", "q", "qr"], 5.0)
+    bench = Bench.holding(last_use, dram(4), nvme(16))
+    residency = bench.state.residency
+    filed = set(residency.restored)
+    assert len(filed) == 3
+    bench.planner.invalidate(*bench.encode(prompt), bench.now)
+    bench.take()
+    there = set(residency.index.walk_nodes())
+    assert set(residency.restored) == filed & there and len(there & filed) == {"": 0, "ab": 1, "q": 2}[prompt]
+    assert bench.planner.check() == []

@@ -100,3 +100,12 @@ def test_jobs_of_a_level_are_bounded():
     bench.deliver_all()
     assert all(load.done and load.blocks == 1 for load in loads)
     bench.finish()
+
+
+def test_blocks_of_one_use_and_different_bonuses_leave_one_kind_at_a_time():
+    bench = Bench(dram(8), policy="reuse")
+    bench.stored("abcdef")
+    node = bench.state.residency.index.root.children[bench.encode("a")[0]]
+    node.marks["bonus"][:] = [0, 0, 0, -5, -5, -5]
+    assert bench.planner.victims.coldest_run(0, node, 5, 6, True) == 3
+    assert bench.planner.victims.coldest_run(0, node, 2, 6, True) == 0

@@ -174,6 +174,13 @@ def test_a_quiet_night_changes_little_of_what_a_gap_is():
     assert policy._gap_sum / policy._gap_count < 2 * before
 
 
+def test_less_than_nothing_counts_as_nothing():
+    """A clock that stood still while its instant was given up makes such numbers; a share below 0 has no logarithm."""
+    shares = _Shares()
+    shares.count([(3, -50), (4, 2)], again=True)
+    assert (shares.seen[3], shares.again[3], shares.seen[4], shares.observed) == (0, 0, 2, 2)
+
+
 def test_a_clock_that_stands_still_costs_nothing_but_what_is_learnt():
     bench, chance = Bench(dram(8), policy="reuse"), random.Random(2)
     for prompt in prompts(chance, 3000):

@@ -57,6 +57,16 @@ def test_the_shipped_trace_with_and_without_data(tmp_path: Path, values: dict[st
     assert with_data.hit_tokens == sum(tier.hit_tokens for tier in with_data.tiers)
 
 
+def test_what_a_slow_tier_is_told() -> None:
+    """A limit of writes, and whether what is brought up leaves it, reach the planner."""
+    values = {"no_data": True, "in_flight": 1, "dram": Share(0.02), "nvme": Share(0.2), "requests": 1200}
+    always = run_replay(options(None, **values, exclusive=False)).tiers[1]
+    few = run_replay(options(None, **values, exclusive=False, max_writes_per_hit=1.5)).tiers[1]
+    leaving = run_replay(options(None, **values, exclusive=True)).tiers[1]
+    assert 0 < few.blocks_written < 0.8 * always.blocks_written
+    assert leaving.blocks_written > always.blocks_written
+
+
 @pytest.mark.slow
 def test_the_whole_shipped_trace_with_and_without_data(tmp_path: Path) -> None:
     with_data = run_replay(options(tmp_path, requests=None))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from tiercache.config import parse_size
+from tiercache.config import check_max_writes_per_hit, parse_size
 from tiercache.errors import ConfigError
 from tiercache.sim import example
 from tiercache.tiers.base import slot_stride
@@ -118,8 +118,7 @@ class ReplayOptions:
         if self.nvme is None and self.write_after_s is not None:
             raise ConfigError("write_after", self.write_after_s, "'off': there is no NVMe tier to write to")
         if self.max_writes_per_hit is not None:
-            if not 0 < self.max_writes_per_hit < float("inf"):
-                raise ConfigError("max_writes_per_hit", self.max_writes_per_hit, "a number above 0, or 'off'")
+            check_max_writes_per_hit("max_writes_per_hit", self.max_writes_per_hit, self.policy)
             if self.nvme is None:
                 raise ConfigError("max_writes_per_hit", self.max_writes_per_hit, "'off': there is no NVMe tier")
         if self.nvme is not None and self.nvme_path is None and not self.no_data:
