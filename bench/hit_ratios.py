@@ -2,7 +2,7 @@
 
 python -m bench.hit_ratios [--traces DIR] [--quick]
 
-Writes bench/results/hit-ratios/*.json and docs/policy.md. Deterministic but for the seconds. Two processes; a few
+Writes bench/results/hit-ratios/*.json and docs/policy.md. Deterministic but for the seconds. Two processes, about eight
 minutes. Traces that are not in DIR are left out, and said to be.
 """
 
@@ -37,6 +37,9 @@ TRACES = {
     "claude_code": "claude_code_24h.npz",
 }
 PERCENTS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+SLOW = {"conversation": (1.0, 10.0), "synthetic": (2.0, 20.0), "claude_code": (1.0, 5.0)}
+"""DRAM and NVMe of the replays with a slow tier."""
+LIMITS = (7.0, 6.0, 5.4, 5.0)
 PLANNED = ("lru", "reuse")
 SIMULATED = ("arc", "s3fifo", "lru2", "min")
 
@@ -52,6 +55,10 @@ class Cell:
     full: bool = False
     """Full blocks only, as engines hand them over; else partial last blocks are replayed as such."""
     hints: Hints = "none"
+    below: float | None = None
+    """Capacity of a slow tier, written when DRAM evicts; None: there is none."""
+    exclusive: bool | None = None
+    max_writes_per_hit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,10 @@ class Found:
     """Of a cache without bounds."""
     blocks: int
     """Block accesses of the trace."""
+    fast: float
+    """Of `hit_ratio`, what the first tier gave."""
+    writes: int
+    """Blocks written to the slow tier."""
     seconds: float
     """Processor seconds of one core, reading the trace not included."""
 
@@ -79,6 +90,18 @@ def cells(traces: list[str], quick: bool) -> Iterator[Cell]:
                     yield Cell(trace, percent, policy, full=True)
         yield Cell(trace, 5.0, "lru", hints="perfect")
         yield Cell(trace, 5.0, "reuse", hints="perfect")
+        if not quick:
+            yield from slow_tier_cells(trace)
+
+
+def slow_tier_cells(trace: str) -> Iterator[Cell]:
+    """DRAM over NVMe: every block leaves NVMe when it is brought up; none does; with limits of writes."""
+    fast, slow = SLOW[trace]
+    for policy in PLANNED:
+        yield Cell(trace, fast, policy, below=slow, exclusive=True)
+        yield Cell(trace, fast, policy, below=slow)
+    for limit in () if trace == "claude_code" else LIMITS:  # there nearly everything comes back: no limit bites
+        yield Cell(trace, fast, "reuse", below=slow, max_writes_per_hit=limit)
 
 
 def measure(cell: Cell, folder: Path) -> Found:
@@ -88,21 +111,28 @@ def measure(cell: Cell, folder: Path) -> Found:
     if cell.full:
         trace = full_blocks(trace)
     began = time.process_time()
+    fast, writes = 0.0, 0
     if cell.policy in PLANNED:
         options = ReplayOptions(
             str(path),
             Share(cell.percent / 100),
             policy=cell.policy,
             hints=cell.hints,
+            nvme=None if cell.below is None else Share(cell.below / 100),
+            exclusive=cell.exclusive,
+            max_writes_per_hit=cell.max_writes_per_hit,
             in_flight=1,
             no_data=True,
             full_blocks=cell.full,
         )
-        ratio = run_replay(options).token_hit_ratio
+        report = run_replay(options)
+        ratio, fast = report.token_hit_ratio, report.tiers[0].hit_tokens / report.prompt_tokens
+        writes = sum(tier.blocks_written for tier in report.tiers[1:])
     else:
         capacity = max(1, round(cell.percent / 100 * trace.unique_blocks))
         ratio = simulate(trace, cell.policy, capacity) / trace.total_prompt_tokens
-    return Found(ratio, trace.infinite_hit_ratio(), len(trace.ids), time.process_time() - began)
+    seconds = time.process_time() - began
+    return Found(ratio, trace.infinite_hit_ratio(), len(trace.ids), fast, writes, seconds)
 
 
 def newest() -> Path:

@@ -6,7 +6,7 @@ import random
 import pytest
 from planner_kit import Bench, dram, nvme
 
-from tiercache.policy.reuse import FADE, FADE_EVERY, GAP_FADE, LONGEST_GAP, PRIOR, STRENGTH, WINDOW
+from tiercache.policy.reuse import FADE, FADE_EVERY, GAP_FADE, LONGEST_GAP, PRIOR, STRENGTH, WINDOW, _Shares
 
 
 class Blocks:
