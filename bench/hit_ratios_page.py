@@ -54,8 +54,8 @@ have let go of it is at least 1/N. What is not worth it leaves DRAM without a wr
 `write_after_s`; a flush and an orderly close write everything. It is off by default: what was not written is not warm
 after a crash.
 
-`reuse` moves hits from the slow tier to the fast one, and without a limit finds less in all than `lru` on two traces,
-since what it keeps in DRAM is what NVMe has too. Below, blocks are written when DRAM evicts them, and "fewer" is the
+On conversation `reuse` moves hits from the slow tier to the fast one. Without a limit it finds less in all than `lru`
+there and on synthetic, since what it keeps in DRAM is what NVMe has too. Below, blocks are written when DRAM evicts them, and "fewer" is the
 number of writes of the exclusive row of `reuse` divided by that of this row (`tiercache replay TRACE --no-data
 --in-flight 1 --dram 1% --nvme 10% --exclusive yes --policy lru`).
 
