@@ -55,9 +55,9 @@ have let go of it is at least 1/N. What is not worth it leaves DRAM without a wr
 after a crash.
 
 On conversation `reuse` moves hits from the slow tier to the fast one. Without a limit it finds less in all than `lru`
-there and on synthetic, since what it keeps in DRAM is what NVMe has too. Below, blocks are written when DRAM evicts them, and "fewer" is the
-number of writes of the exclusive row of `reuse` divided by that of this row (`tiercache replay TRACE --no-data
---in-flight 1 --dram 1% --nvme 10% --exclusive yes --policy lru`).
+there and on synthetic, since what it keeps in DRAM is what NVMe has too. Below, blocks are written when DRAM evicts
+them, and "fewer" is the number of writes of the exclusive row of `reuse` divided by that of this row (`tiercache replay
+TRACE --no-data --in-flight 1 --dram 1% --nvme 10% --exclusive yes --policy lru`).
 
 """
 
