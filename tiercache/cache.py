@@ -24,10 +24,11 @@ from tiercache.assembly import (
 from tiercache.config import Settings, Switch, Tier, check_memory, load_config, ram_nbytes
 from tiercache.delivery import AtOnce, Delivery
 from tiercache.directory import StoreDirectory
+from tiercache.ending import flush, stop
 from tiercache.errors import ConfigError, NotDurableError
 from tiercache.keys import Extra, Prompt, Tokens, encode_prompt
 from tiercache.layout import CallerRows, KVLayout, Namespace
-from tiercache.lifetime import close_later, forget_forks, watch_forks
+from tiercache.lifetime import forget_forks, watch_forks
 from tiercache.link import Link
 from tiercache.loaded import Loaded, LoadFuture, release_result
 from tiercache.match import Match, Pin, Ticket, diverged_at, match_of, no_match
@@ -38,7 +39,6 @@ from tiercache.types import Slots
 __all__ = ["TieredKVCache"]
 
 _log = logging.getLogger("tiercache")
-_LONGEST_SYNC_S = 3600.0
 
 
 class TieredKVCache:
@@ -407,32 +407,7 @@ class TieredKVCache:
         self._link.refuse_worker("flush")
         if to is not None and (to != "nvme" or nvme_of(self.settings) is None):
             raise ConfigError("to", to, 'only "nvme" persists, and these tiers must have it')
-        until = None if timeout is None else time.monotonic() + timeout
-        with self._link.planning() as stack:
-            if stack is None:
-                return True
-            began, under_way = self._link.clock(), stack.planner.under_way()
-        if not self._link.wait(stack, until, lambda: stack.planner.is_over(under_way)):
-            return False
-        return to is None or self._drain(stack, until, began)
-
-    def _drain(self, stack: Stack, until: float | None, began: float) -> bool:
-        """Write what lives only above NVMe, and commit it. True where nothing is left that was there at `began`."""
-        planner, link = stack.planner, self._link
-        with link.planning():
-            failed_before = planner.failed_writes()
-            planner.drain(link.clock())
-            mark = planner.backlog()
-        if not link.wait(stack, until, lambda: planner.is_backlog_over(mark)):
-            return False
-        with link.lock:
-            under_way = planner.under_way()
-        if not link.wait(stack, until, lambda: planner.is_over(under_way)):
-            return False
-        if not stack.mover.sync(_LONGEST_SYNC_S if until is None else max(0.0, until - time.monotonic())):
-            return False
-        with link.lock:
-            return planner.lacking(began if planner.failed_writes() == failed_before else link.clock()) == 0
+        return flush(self._link, timeout, to)
 
     def close(self, timeout: float = 30.0) -> bool:
         """Write what lives only in memory to NVMe, most reusable first, then stop; at most `timeout` seconds.
@@ -447,19 +422,9 @@ class TieredKVCache:
         persists = nvme_of(self.settings) is not None
         complete = self.flush(timeout * 0.8, to="nvme" if persists and self.stores_enabled else None)
         with self._building:
-            with self._link.lock:
-                if self._link.closed:
-                    return True
-                self._link.closed = True
-            stack = self._link.stack
-        if stack is not None:
-            complete = stack.mover.close(max(0.0, timeout - (time.monotonic() - began))) and complete
-            self._link.end_everything()
-        if self._directory is not None:
-            if stack is not None and stack.mover.left_open:
-                close_later(stack, self._directory)
-            else:
-                self._directory.close()
+            if not self._link.shut():
+                return True
+        complete = stop(self._link, self._directory, timeout - (time.monotonic() - began)) and complete
         forget_forks(self)
         return complete
 

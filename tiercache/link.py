@@ -228,6 +228,12 @@ class Link:
             if future.set_running_or_notify_cancel():
                 future.set_result(Loaded(0, 0, memory=memory, out=out))
 
+    def shut(self) -> bool:
+        """Refuse every verb from now on. False where that was so already."""
+        with self.lock:
+            was, self.closed = self.closed, True
+            return not was
+
     def abandon(self) -> None:
         """In a forked child: touch neither memory, locks nor catalog; close data descriptors."""
         self.dead = True
