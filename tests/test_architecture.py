@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent / "tiercache"
 
 ARROWS: list[list[str]] = [
     ["types", "errors", "rows", "arrays", "patience"],
-    ["layout", "keys", "checksum", "config"],
-    ["policy", "index", "slots", "residency"],
+    ["layout", "keys", "checksum", "config*"],
+    ["policy", "index", "remote", "slots", "residency"],
     ["tiers", "catalog*", "directory", "scrub"],
     ["planner", "mover"],
     ["cache", "assembly", "delivery", "ending", "lifetime", "link", "loaded", "match", "stats", "__init__"],

@@ -16,6 +16,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias, cast
 
+from tiercache.config_remote import Remote, take_remote
 from tiercache.errors import ConfigError, LayoutError
 from tiercache.layout import KVLayout, Namespace
 
@@ -27,6 +28,7 @@ __all__ = [
     "RAM_FRACTION",
     "Durability",
     "NVMe",
+    "Remote",
     "Settings",
     "Switch",
     "Tier",
@@ -234,13 +236,13 @@ def _build(make: Any, values: Mapping[str, Any], where: str) -> Any:
     return make(**values)
 
 
-def parse_tier(tier: Tier | str | Mapping[str, Any], where: str = "tier") -> Tier:
+def parse_tier(tier: Tier | Remote | str | Mapping[str, Any], where: str = "tier") -> Tier | Remote:
     """A tier from itself, from a string, or from a mapping (`kind` and the fields of the class).
 
     Strings: `dram:8GiB`, `nvme:/mnt/kv:200GiB` (the path may hold colons), `hbm:2GiB`, `hbm:cpu:2GiB`. ConfigError
-    otherwise; remote tiers are not available in this version.
+    otherwise; remote tiers are objects (Remote) and have no strings in this version.
     """
-    if isinstance(tier, (HBM, DRAM, NVMe)):
+    if isinstance(tier, (HBM, DRAM, NVMe, Remote)):
         return tier
     if isinstance(tier, Mapping):
         kind = tier.get("kind")
@@ -281,7 +283,8 @@ class Settings:
     """Everything a cache is built from, checked. ConfigError (or LayoutError, from a KVLayout) where it is wrong."""
 
     tiers: tuple[Tier, ...]
-    """Fastest first: HBM, DRAM, NVMe, each at most once. Also given as a list, as strings or as mappings."""
+    """Slot tiers, fastest first: HBM, DRAM, NVMe, each at most once. Also given as a list, as strings or as mappings;
+    a Remote among them becomes `remote`."""
     layout: KVLayout | None = None
     """None: learnt from the first store or from the manifest. Also given as a mapping."""
     namespace: Namespace | None = None
@@ -294,10 +297,15 @@ class Settings:
     """Give the slow copy up on promotion; None: where the slow tier is under EXCLUSIVE_BELOW times the fast one."""
     switch: Switch = field(default_factory=_switch_from_env)
     """Kill switch at start; by default from the environment variable TIERCACHE."""
+    remote: Remote | None = None
+    """The key tier; also given among `tiers`, after HBM and DRAM, before NVMe. Needs a namespace."""
 
     def __post_init__(self) -> None:
         """Check, and turn every short form into the object it stands for."""
-        object.__setattr__(self, "tiers", _checked_tiers(self.tiers))
+        tiers, remote = _checked_tiers(self.tiers)
+        object.__setattr__(self, "tiers", tiers)
+        if remote is not None:
+            object.__setattr__(self, "remote", remote)
         layout: Any = self.layout
         if isinstance(layout, Mapping):
             try:
@@ -307,6 +315,8 @@ class Settings:
         elif layout is not None and not isinstance(layout, KVLayout):
             raise ConfigError("layout", layout, "a KVLayout, or a table of block_shape and dtype, is needed")
         object.__setattr__(self, "namespace", _checked_namespace(self.namespace))
+        if self.remote is not None and self.namespace is None:
+            raise ConfigError("namespace", None, "a remote tier is shared: name model and weights")
         object.__setattr__(self, "epoch", _checked_epoch(self.epoch))
         _check_int("block_tokens", self.block_tokens, 1, 1 << 20)
         _check_choice("policy", self.policy, POLICIES)
@@ -328,19 +338,19 @@ class Settings:
         return self.switch in ("on", "loads-off")
 
 
-def _checked_tiers(tiers: Any) -> tuple[Tier, ...]:
+def _checked_tiers(tiers: Any) -> tuple[tuple[Tier, ...], Remote | None]:
     example = 'a list of tiers is needed, fastest first, such as ["dram:8GiB", "nvme:/mnt/kv:200GiB"]'
     if isinstance(tiers, (str, bytes)) or not isinstance(tiers, Sequence) or not tiers:
         raise ConfigError("tiers", tiers, example)
-    parsed = tuple(parse_tier(tier, f"tiers[{i}]") for i, tier in enumerate(tiers))
     order = tuple(_TIERS.values())
+    parsed, remote = take_remote([parse_tier(tier, f"tiers[{i}]") for i, tier in enumerate(tiers)], order)
     places = [order.index(type(tier)) for tier in parsed]
     for i in range(1, len(places)):
         if places[i] == places[i - 1]:
             raise ConfigError(f"tiers[{i}]", tiers[i], "each kind of tier is allowed once")
         if places[i] < places[i - 1]:
             raise ConfigError(f"tiers[{i}]", tiers[i], "tiers go from fast to slow: HBM, DRAM, NVMe")
-    return parsed
+    return parsed, remote
 
 
 def _checked_namespace(value: Any) -> Namespace | None:
