@@ -16,8 +16,8 @@ from tiercache.errors import ConfigError
 from tiercache.keys import root_ident, symbol_nbytes
 from tiercache.layout import KVLayout
 from tiercache.loaded import Memory
-from tiercache.mover import Mover
-from tiercache.planner import Limits, Planner
+from tiercache.mover import KeyTierSpec, Mover
+from tiercache.planner import Limits, Planner, RemoteLimits
 from tiercache.policy import make_policy
 from tiercache.tiers.base import SlotTier
 from tiercache.tiers.device import open_device
@@ -101,6 +101,8 @@ def obtaining(settings: Settings) -> Iterator[None]:
 def known_layout(settings: Settings, directory: StoreDirectory | None) -> tuple[KVLayout | None, bytes]:
     """The layout by the settings, else by the manifest of a directory of the same namespace and block size; and the
     epoch to begin with (the settings', else that manifest's, else a new nonce)."""
+    if settings.remote is not None and settings.epoch is None:
+        _log.warning("a remote tier without an epoch: only what this cache puts there can be found, give both one tag")
     manifest = peek_manifest(directory) if directory is not None else None
     layout, epoch = settings.layout, settings.epoch or b""
     same = manifest is not None and (
@@ -150,7 +152,15 @@ def build_stack(
         planner = _make_planner(settings, specs, width, epoch, nvme)
         if catalog is not None:
             planner.restore(catalog.recovered)
-        mover = Mover(opened, deliver, catalog=catalog, epoch=epoch, memory_threads=MEMORY_THREADS, io_threads=threads)
+        mover = Mover(
+            opened,
+            deliver,
+            catalog=catalog,
+            epoch=epoch,
+            memory_threads=MEMORY_THREADS,
+            io_threads=threads,
+            keys=_key_tier(settings, width),
+        )
     except BaseException:
         for each in opened:
             each.close()
@@ -174,6 +184,26 @@ def _specs(settings: Settings, opened: Sequence[SlotTier], layout: KVLayout) -> 
     ]
 
 
+def _key_tier(settings: Settings, width: int) -> KeyTierSpec | None:
+    remote = settings.remote
+    return None if remote is None else KeyTierSpec(remote.tier, _digest(settings), width, remote.threads)
+
+
+def _remote_limits(settings: Settings) -> RemoteLimits | None:
+    remote = settings.remote
+    if remote is None:
+        return None
+    return RemoteLimits(
+        quota=remote.quota,
+        find_deadline_s=remote.find_deadline_s,
+        read_deadline_s=remote.read_deadline_s,
+        hint_s=remote.hint_s,
+        missing_s=remote.missing_s,
+        hint_blocks=remote.hint_blocks,
+        pool_threads=remote.threads,
+    )
+
+
 def _make_planner(settings: Settings, specs: list[LevelSpec], width: int, epoch: bytes, nvme: NVMe | None) -> Planner:
     limits = Limits()
     if nvme is not None:
@@ -188,6 +218,7 @@ def _make_planner(settings: Settings, specs: list[LevelSpec], width: int, epoch:
         write_after_s=nvme.write_after_s if nvme is not None else None,
         max_writes_per_hit=nvme.max_writes_per_hit if nvme is not None else None,
         limits=limits,
+        remote=_remote_limits(settings),
     )
 
 

@@ -119,7 +119,8 @@ class TieredKVCache:
     def lookup(
         self, tokens: Tokens, extra: Extra | None = None, deadline_s: float = 0.0, *, partial_tail: bool = False
     ) -> Match:
-        """How much of a prompt is held. Waits for no data; with `deadline_s`, up to that long for blocks in flight.
+        """How much of a prompt is held. Waits for no data; with `deadline_s`, up to that long for blocks in flight, and
+        for what a remote tier has to say.
 
         tokens: ids, 1-D (list, array or tensor; int32 arrays are fastest). extra: what else decides the KV (LoRA,
         salt, image), one value or one per block. partial_tail: also a last partial block (matches whole only).
@@ -150,6 +151,8 @@ class TieredKVCache:
         if planner.begins(symbols):  # else it need not be encoded to the end to be told so
             symbols = prompt.symbols
         found = planner.lookup(symbols, prompt.n, self._link.clock(), tail, again)
+        if planner.asks():
+            self._link.hand_over(stack)
         return match_of(found, prompt, symbols, stack.specs, planner.epoch)
 
     async def alookup(self, tokens: Tokens, extra: Extra | None = None) -> Match:
@@ -435,7 +438,7 @@ class TieredKVCache:
         self.close()
 
     def __repr__(self) -> str:
-        tiers = ", ".join(type(tier).__name__ for tier in self.settings.tiers)
+        tiers = ", ".join(type(tier).__name__ for tier in (*self.settings.tiers, self.settings.remote) if tier)
         known = "open" if self._link.stack is not None else "open, layout not known yet"
         state = "closed" if self._link.closed else known
         return f"TieredKVCache({tiers}; {state})"

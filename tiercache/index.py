@@ -37,6 +37,7 @@ class Node:
     """A run of n blocks: arrays of n, and `run`, which may be longer until it is compacted (the first n count)."""
 
     __slots__ = (
+        "charge",
         "children",
         "depth",
         "exits",
@@ -97,6 +98,9 @@ class Node:
         """No word of the run is INT32_MIN, which hashed and padded symbols have and token ids are not."""
         self.partial = False
         """The last block is a partial tail: matches whole only, has no children, is never demoted."""
+        self.charge = 0
+        """Uses after which this run, which came from a remote tier or was computed under one that did, is ordinary; 0:
+        it is. What hangs below is charged at least as much."""
         self.exits = 0
         """Lookups that left the cached path within or right after this run."""
         self.filed: list[tuple[bool, tuple[float, int, int]] | None] = [None] * levels
@@ -251,8 +255,10 @@ class PrefixIndex:
 
     # -- changing -----------------------------------------------------------------------------------------------
 
-    def extend(self, path: Path, symbols: bytes, idents: Idents, partial: bool) -> tuple[Node, int]:
-        """Add a run of new blocks under the end of `path`; they have no slots yet.
+    def extend(
+        self, path: Path, symbols: bytes, idents: Idents, partial: bool, charge: int | None = None
+    ) -> tuple[Node, int]:
+        """Add a run of new blocks under the end of `path`; they have no slots yet. charge: None: that of its end.
 
         Splits the last node where the path ends inside it; `path` is then corrected in place. A leaf that ends
         there grows instead of getting a child. Returns (node, position of the first new block in it).
@@ -263,11 +269,13 @@ class PrefixIndex:
             if take < parent.n:
                 parent = self.split(parent, take)
                 path.nodes[-1] = parent
-            if not parent.children and not parent.partial and parent.n + len(idents) <= _APPEND_LIMIT:
+            fits = not parent.children and not parent.partial and parent.n + len(idents) <= _APPEND_LIMIT
+            if fits and charge in (None, parent.charge):
                 return parent, self._append(parent, symbols, idents, partial)
         unused = _unused(len(idents), len(self.tables))
         node = self._new_node(parent, parent.depth + parent.n, symbols, idents, *unused, _is_plain(symbols))
         node.partial = partial
+        node.charge = parent.charge if charge is None else charge
         self._adopt(parent, node)
         self.blocks += node.n
         return node, 0
@@ -280,6 +288,7 @@ class PrefixIndex:
         arrays = (node.idents, node.slots, node.last_use, node.uses)
         copies = (each[:at].copy() for each in arrays)
         head = self._new_node(parent, node.depth, node.run[: at * width], *copies, node.plain)
+        head.charge = node.charge
         if node.marks is not None:
             head.marks, node.marks = node.marks[:at].copy(), node.marks[at:].copy()
         first = head.run[:width]

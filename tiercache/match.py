@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tiercache.config_remote import REMOTE_NAME
 from tiercache.errors import WorkerThreadError
 from tiercache.keys import Prompt
 from tiercache.mover.threads import is_worker_thread
@@ -28,9 +29,10 @@ class Match:
     blocks: int
     """The same in blocks."""
     by_tier: Mapping[str, int]
-    """Of `blocks`, how many each tier would supply (the fastest that has them)."""
+    """Of `blocks`, how many each tier would supply (the fastest that has them); "remote" only where that is not 0."""
     pending: int
-    """Blocks after those whose only copy is in flight: not loadable yet, but a store under them is accepted."""
+    """Blocks after those that may be loadable soon: their only copy is in flight (a store under them is accepted), or
+    a key tier is being asked for them."""
     diverged_at: int | None
     """First token that no cached path continues with; None where the whole prompt lies on one. With hashed symbols
     (`extra`) a multiple of the block size."""
@@ -57,7 +59,8 @@ class Ticket:
         self.present = present
         """Blocks that were there, or on the way, already."""
         self.reason = reason
-        """Why not all were taken: "" | parent_missing | no_room | queue_full | offline | stale_epoch | stores_off."""
+        """Why not all were taken: "" | parent_missing | no_room | quota | queue_full | offline | stale_epoch |
+        stores_off."""
         self.stored = 0
         """Of `accepted`, the blocks whose bytes arrived; final once `copied`."""
         self._done = threading.Event()
@@ -119,6 +122,8 @@ def match_of(found: Found, prompt: Prompt, symbols: bytes, specs: Sequence[Level
     if not found.plain:
         prompt.check_ids()
     by_tier = {spec.name: count for spec, count in zip(specs, found.by_level, strict=True)}
+    if found.remote:
+        by_tier[REMOTE_NAME] = found.remote
     tokens, diverged = min(found.blocks * prompt.block_tokens, prompt.tokens), diverged_at(prompt, found.words)
     size = prompt.block_tokens
     pending, load_s = found.pending, found.load_s

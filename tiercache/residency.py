@@ -36,6 +36,8 @@ class Residency:
         self._leaving = leaving
         self.index = PrefixIndex(width, self.tables, leaving)
         self.stale: dict[Node, None] = {}
+        self.charged = [0] * len(self.specs)
+        """Slots per level of runs that have a charge."""
         self.restored: dict[Node, None] = {}
         """The same of what a restart found, as far as its own level goes; in other levels it has no place."""
 
@@ -47,6 +49,7 @@ class Residency:
     def forget_tree(self) -> None:
         """Start over with an empty tree. The caller has let go of every owned slot."""
         self.index = PrefixIndex(self.width, self.tables, self._leaving)
+        self.charged = [0] * self.levels
         self.stale.clear()
         self.restored.clear()
 
@@ -80,6 +83,8 @@ class Residency:
         node.whole = None
         before = node.held[level] > 0 or node.kids[level] > 0
         node.held[level] += change
+        if node.charge:
+            self.charged[level] += change
         after = node.held[level] > 0 or node.kids[level] > 0
         step = int(after) - int(before)
         parent = node.parent
@@ -91,13 +96,29 @@ class Residency:
             step = int(after) - int(before)
             parent = parent.parent
 
-    def extend(self, path: Path, symbols: bytes, idents: Idents, partial: bool) -> tuple[Node, int]:
+    def extend(
+        self, path: Path, symbols: bytes, idents: Idents, partial: bool, charge: int | None = None
+    ) -> tuple[Node, int]:
         """`PrefixIndex.extend`; the nodes that it split or made are filed anew."""
         touched = path.nodes[-1:]
-        node, at = self.index.extend(path, symbols, idents, partial)
+        node, at = self.index.extend(path, symbols, idents, partial, charge)
         for each in (*touched, *path.nodes[-1:], node):
             self.stale[each] = None
         return node, at
+
+    def split(self, node: Node, at: int) -> Node:
+        """`PrefixIndex.split`; both parts are filed anew."""
+        head = self.index.split(node, at)
+        self.stale[head] = self.stale[node] = None
+        return head
+
+    def set_charge(self, node: Node, charge: int) -> None:
+        """Change the charge of a run, and what is charged with it."""
+        step = int(charge > 0) - int(node.charge > 0)
+        node.charge = charge
+        if step:
+            self.charged = [count + step * held for count, held in zip(self.charged, node.held, strict=True)]
+            self.stale[node] = None
 
     def attach_runs(
         self,

@@ -75,6 +75,9 @@ class CacheStats:
     """Unexpected errors, delivery errors, commits, commit failures, lost claims."""
     directory: dict[str, Any] | None
     """Path, file system, remarks, cold-start reason, catalog counters; None without NVMe."""
+    remote: dict[str, Any] | None = None
+    """Of the key tier (None without one): what was asked and fetched (`planner.counters.RemoteCounters`), hints, the
+    breaker, and per level in memory how many slots are charged and how many may be."""
 
     def as_dict(self) -> dict[str, Any]:
         """Nested plain values, ready for JSON."""
@@ -106,6 +109,7 @@ def collect(settings: Settings, switch: str, stack: Stack | None, directory: Sto
             "lost_claims": mover.lost_claims,
         },
         directory=_directory_stats(stack, directory),
+        remote=_remote_stats(stack),
     )
 
 
@@ -144,6 +148,34 @@ def _tier_stats(stack: Stack, level: int, moved: Any) -> TierStats:
         checksum_failures=moved.checksum_failures,
         io_errors=moved.io_errors,
     )
+
+
+def _remote_stats(stack: Stack) -> dict[str, Any] | None:
+    finds, quota, state = stack.planner.finds, stack.planner.quota, stack.planner.state
+    if finds is None or quota is None:
+        return None
+    breaker, memory = (
+        state.breakers[finds.level],
+        [level for level, spec in enumerate(stack.specs) if not spec.persistent],
+    )
+    return {
+        **asdict(finds.counters),
+        "hints": len(finds.hints),
+        "finds_under_way": len(finds.under_way),
+        "finds_waiting": finds.waiting,
+        "jobs": state.credits[finds.level].jobs,
+        "lost_jobs": state.credits[finds.level].lost_jobs,
+        "online": state.online(finds.level),
+        "breaker": breaker.state,
+        "trips": breaker.trips,
+        "hits": state.counters[finds.level].hits,
+        "overdue_jobs": state.counters[finds.level].overdue_jobs,
+        "quota": {stack.specs[level].name: quota.limit(level) for level in memory},
+        "charged": {stack.specs[level].name: quota.charged(level) for level in memory},
+        "evicted_by_quota": quota.evicted,
+        "refused_by_quota": quota.refused,
+        "became_ordinary": quota.ordinary,
+    }
 
 
 def _directory_stats(stack: Stack, directory: StoreDirectory | None) -> dict[str, Any] | None:

@@ -74,7 +74,7 @@ class Claims:
     uses: Uses
 
 
-JobKind: TypeAlias = Literal["store", "load", "write"]
+JobKind: TypeAlias = Literal["store", "load", "write", "find"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +83,8 @@ class CopyJob:
 
     id: int
     kind: JobKind
-    """"store": caller to level 0. "load": to level 0 or to the caller, dispatched first. "write": a demotion."""
+    """"store": caller to level 0. "load": to level 0 or to the caller, dispatched first. "write": a demotion. "find":
+    asks a key tier; copies nothing, and is answered by `JobResult.ok`."""
     epoch: bytes
     src_level: int
     src_slots: Slots
@@ -101,6 +102,9 @@ class CopyJob:
     """Delay in the mover's own clock before the job may start; `Expedite` ends it."""
     claims: Claims | None = None
     """Present exactly when the destination is persistent."""
+    symbols: bytes | None = None
+    """Of a job at a key tier (None: at slot tiers): the prompt's symbols from its first block to the job's last, at
+    least. `src_slots` are positions in the prompt then, and `src_level` is one past the last slot level."""
 
     @property
     def n(self) -> int:
@@ -154,7 +158,7 @@ class JobResult:
     rank: int = 0
     reason: str = ""
     """Why blocks failed: "" | "io" | "checksum" | "deadline" | "cancelled" | "closed" | "memory" | "target" (the
-    source of a load is well, its destination is not)."""
+    source of a load is well, its destination is not) | "missing" (a key tier does not have them)."""
     bad: Bools | None = None
     """Per block of a load: what its source holds could not be read, or is wrong. None: all that are not `ok`, where the
     reason is "io" or "checksum"."""

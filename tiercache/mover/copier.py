@@ -9,6 +9,7 @@ import numpy as np
 
 from tiercache.checksum import checksums
 from tiercache.mover.job import OutsideRows, RunningJob
+from tiercache.mover.keyed import KeyedReads
 from tiercache.mover.ledger import BlockLedger
 from tiercache.mover.stats import Counters
 from tiercache.tiers.base import Rows, SlotTier, contiguous_runs
@@ -48,8 +49,10 @@ class Copier:
         ledger: BlockLedger | None,
         counters: Counters,
         announce: Callable[[RunningJob], None],
+        keyed: KeyedReads | None = None,
     ) -> None:
         self._tiers = tiers
+        self._keyed = keyed
         self._ledger = ledger
         self._counters = counters
         self._announce = announce
@@ -57,7 +60,10 @@ class Copier:
         self._stride = tiers[0].stride
 
     def part_blocks(self, job: CopyJob, threads: int) -> int:
-        """How many blocks of a job one of `threads` threads copies at a time: an even share, within bounds."""
+        """How many blocks of a job one of `threads` threads copies at a time: an even share, within bounds; at a key
+        tier all, for each call there has its round trip."""
+        if job.symbols is not None:
+            return max(1, job.n)
         least, most = MEMORY_PART_MIN_NBYTES, MEMORY_PART_MAX_NBYTES
         if self._is_staged(job.src_level) or self._is_verifying(job.dst_level):
             least, most = IO_PART_MIN_NBYTES, IO_PART_MAX_NBYTES
@@ -72,7 +78,9 @@ class Copier:
         job = running.job
         running.prepare()
         started_at = time.monotonic()
-        if job.src_level == CALLER:
+        if job.symbols is not None:
+            self._from_keys(running, staging)
+        elif job.src_level == CALLER:
             self._from_caller(running, begin, end, staging)
         elif self._is_staged(job.src_level):
             self._from_staged(running, begin, end, staging)
@@ -133,6 +141,18 @@ class Copier:
             good = self._verified(running, begin, end, rows, good)
         if good.any():
             self._into(running, begin, end, rows, good)
+
+    def _from_keys(self, running: RunningJob, staging: Staging) -> None:
+        """A whole job at the key tier. What it brings lands in staging, and is verified there."""
+        if self._keyed is None:
+            raise LookupError(f"job {running.job.id}: there is no key tier")
+        if running.job.kind == "find":
+            running.ok[:] = self._keyed.find(running)
+            return
+        rows = staging.rows(running.job.n, self._keyed.value_nbytes)
+        good = self._keyed.read(running, rows)
+        if good.any():
+            self._into(running, 0, running.job.n, rows[:, : self._block_nbytes], good)
 
     def _verified(self, running: RunningJob, begin: int, end: int, rows: Rows, arrived: Bools) -> Bools:
         """Which blocks are the ones asked for, payload and identity."""

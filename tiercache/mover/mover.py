@@ -11,11 +11,13 @@ from functools import partial
 
 import numpy as np
 
+from tiercache.config_remote import REMOTE_NAME
 from tiercache.errors import CacheClosedError, WorkerThreadError
 from tiercache.mover.clock import Clock
 from tiercache.mover.committer import Committer
 from tiercache.mover.copier import Copier, Staging
 from tiercache.mover.job import OutsideRows, RunningJob
+from tiercache.mover.keyed import KeyedReads, KeyTierSpec
 from tiercache.mover.ledger import BlockLedger, MemoryLedger
 from tiercache.mover.pool import PoolQueue
 from tiercache.mover.stats import Counters, MoverStats
@@ -56,6 +58,7 @@ class Mover:
     per job JobOverdue (if any) comes before JobResult, and LostClaims never before the JobResult that wrote the slots.
     What `deliver` raises is logged and counted.
 
+    `keys`: a key tier, which is never closed here; jobs name it as the level after the last.
     At most one tier may verify (a disk). `catalog` remembers what it holds; without one a table in memory does.
     `epoch`: jobs to that tier under another epoch are not recorded ("cancelled"); None: any, until a NewEpoch comes.
     Threads are daemons, started here: `memory_threads` per memory level, `io_threads` for the level that verifies,
@@ -75,6 +78,7 @@ class Mover:
         memory_threads: int = 2,
         io_threads: int = 8,
         commit_every_s: float = 0.2,
+        keys: KeyTierSpec | None = None,
     ) -> None:
         persistent = [level for level, tier in enumerate(tiers) if tier.verifies]
         if not tiers or len({(tier.block_nbytes, tier.stride) for tier in tiers}) != 1:
@@ -85,7 +89,8 @@ class Mover:
             raise ValueError(f"memory_threads {memory_threads} and io_threads {io_threads} must be at least 1")
         self._tiers = tuple(tiers)
         self._deliver_outside = deliver
-        self._counters = Counters([tier.name for tier in tiers])
+        names = [tier.name for tier in tiers] + [REMOTE_NAME] * (keys is not None)
+        self._counters = Counters(names)
         self._ledger = catalog
         if persistent and catalog is None:
             self._ledger = MemoryLedger(tiers[persistent[0]].capacity)
@@ -100,9 +105,12 @@ class Mover:
         self._closing = False
         self._closed = False
         self._abandoned = False
-        self._copier = Copier(tiers, self._ledger, self._counters, self._announce)
+        keyed = KeyedReads(keys, tiers[0].block_nbytes) if keys is not None else None
+        self._copier = Copier(tiers, self._ledger, self._counters, self._announce, keyed)
         self._threads_of = [io_threads if tier.verifies else memory_threads for tier in tiers]
-        self._queues = [PoolQueue() for _ in tiers]
+        if keys is not None:
+            self._threads_of.append(keys.threads)
+        self._queues = [PoolQueue() for _ in names]
         self._committer: Committer | None = None
         self._threads: list[threading.Thread] = []
         with ExitStack() as undo:  # where a thread cannot be started, those before it end
@@ -115,10 +123,10 @@ class Mover:
                 undo.callback(self._committer.stop, LAST_COMMIT_S)
             self._clock = Clock(on_error=partial(self._counters.add, unexpected_errors=1))
             undo.callback(self._clock.stop)
-            for level, tier in enumerate(tiers):
+            for level, name in enumerate(names):
                 undo.callback(self._queues[level].stop)
                 for i in range(self._threads_of[level]):
-                    self._threads.append(start_thread(f"{tier.name}-{i}", partial(self._work, level)))
+                    self._threads.append(start_thread(f"{name}-{i}", partial(self._work, level)))
             undo.pop_all()
 
     # -- from the planner -------------------------------------------------------------------------------------------
@@ -172,7 +180,7 @@ class Mover:
         level = max(job.src_level, job.dst_level, 0)
         # One job never takes the whole pool of a tier that may hang: another one can still be served.
         threads = self._threads_of[level]
-        max_threads = max(1, threads - 1) if self._tiers[level].verifies else threads
+        max_threads = max(1, threads - 1) if job.symbols is None and self._tiers[level].verifies else threads
         rows = self._endpoints.get(job.endpoint)
         running = RunningJob(job, level, rows, self._copier.part_blocks(job, threads), max_threads)
         self._live[job.id] = running
@@ -325,7 +333,7 @@ class Mover:
 
     def stats(self) -> MoverStats:
         """A snapshot of all counters and queue lengths."""
-        delayed = [0] * len(self._tiers)
+        delayed = [0] * len(self._queues)
         with self._lock:
             for running in self._live.values():
                 delayed[running.level] += running.delayed
@@ -360,18 +368,18 @@ class Mover:
         for running in late:
             self._expire("closed", running)
         with self._lock:
-            lost = list(self._live.values())
+            lost = [running for running in self._live.values() if _levels_of(running)]
         return self._close_rest(end, lost)
 
     def _close_rest(self, end: float, lost: list[RunningJob]) -> bool:
         self._clock.stop()
         for queue in self._queues:
             queue.stop()
-        if not lost:
+        if not self._live:  # none of the threads is in a tier
             for thread in (*self._threads, self._clock.thread):
                 thread.join(max(_MOMENT_S, end - time.monotonic()))
         committed = True
-        kept = {level for running in lost for level in _levels_of(running.job)}
+        kept = {level for running in lost for level in _levels_of(running)}
         if self._committer is not None and self._ledger is not None:
             committed = self._committer.stop(max(_MOMENT_S, end - time.monotonic()))
             hangs = self._committer.thread.is_alive()
@@ -393,7 +401,7 @@ class Mover:
     def hung_levels(self) -> frozenset[int]:
         """Of the levels left open by `close`, those that a thread still uses."""
         with self._lock:
-            used = {level for running in self._live.values() for level in _levels_of(running.job)}
+            used = {level for running in self._live.values() for level in _levels_of(running)}
         if self._committer is not None and self._committer.thread.is_alive():
             used.add(self._persistent_level)
         return self.left_open & used
@@ -403,7 +411,11 @@ class Mover:
         self._abandoned = True
 
 
-def _levels_of(job: CopyJob) -> set[int]:
+def _levels_of(running: RunningJob) -> set[int]:
+    """The levels that a job's threads may still touch. One that hangs in a key tier touches its staging only."""
+    job = running.job
+    if job.symbols is not None:
+        return {job.dst_level, job.also_level} - {CALLER} if running.copying else set()
     return {job.src_level, job.dst_level, job.also_level} - {CALLER}
 
 

@@ -68,7 +68,7 @@ class PoolQueue:
             return len(self._loads) + len(self._others)
 
     def _queue_of(self, running: RunningJob) -> deque[RunningJob]:
-        return self._loads if running.job.kind == "load" else self._others
+        return self._loads if running.job.kind in ("load", "find") else self._others
 
     def _pick(self) -> tuple[RunningJob, int, int] | None:
         turn_of_others = (self._dispatches + 1) % OTHERS_EVERY == 0

@@ -8,7 +8,9 @@ import numpy as np
 
 from tiercache.index import Node
 from tiercache.keys import INT32_MIN
+from tiercache.planner.finds import Finds
 from tiercache.planner.loads import Loads
+from tiercache.planner.quota import Quota
 from tiercache.planner.state import PlannerState
 from tiercache.slots import BAD, DETACHED, FREE, LOST, NO_OWNER, RESIDENT, WRITING, SlotState
 from tiercache.types import CALLER, Slots
@@ -16,16 +18,34 @@ from tiercache.types import CALLER, Slots
 __all__ = ["check_state"]
 
 
-def check_state(state: PlannerState, loads: Loads) -> list[str]:
-    """Every broken rule found: slots, pins, tree, residency, credits. The caller has filed all stale nodes."""
+def check_state(state: PlannerState, loads: Loads, finds: Finds | None, quota: Quota | None) -> list[str]:
+    """Every broken rule found: slots, pins, tree, residency, credits, charges. The caller has filed all stale nodes."""
     broken: list[str] = []
     broken += _check_slots(state)
     broken += _check_fillers(state)
     broken += _check_pins(state, loads)
     broken += _check_tree(state)
     broken += _check_residency(state)
-    broken += _check_credits(state, loads)
+    broken += _check_credits(state, loads, finds)
+    broken += _check_charges(state, quota)
     return broken
+
+
+def _check_charges(state: PlannerState, quota: Quota | None) -> Iterator[str]:
+    """What is charged is counted, is within the quota, hangs below nothing that is charged more, and was not written
+    to a persistent level."""
+    counted = [0] * len(state.specs)
+    for node in state.residency.index.nodes.values():
+        if node.parent is not None and node.charge < node.parent.charge:
+            yield f"node {node.id}: charge {node.charge}, its parent has {node.parent.charge}"
+        for level, held in enumerate(node.held if node.charge else ()):
+            counted[level] += held
+    for level, spec in enumerate(state.specs):
+        if counted[level] != state.residency.charged[level]:
+            yield f"{spec.name}: {state.residency.charged[level]} slots are charged, {counted[level]} should be"
+        most = 0 if quota is None or spec.persistent else quota.limit(level)
+        if counted[level] > most:
+            yield f"{spec.name}: {counted[level]} slots are charged, {most} may be"
 
 
 def _check_slots(state: PlannerState) -> Iterator[str]:
@@ -68,7 +88,8 @@ def _ends(state: PlannerState, loads: Loads) -> Iterator[tuple[int, Slots]]:
         if not load.endpoint:
             yield 0, load.slots
         for segment in load.segments:
-            yield segment.source, segment.src
+            if segment.source < len(state.specs):
+                yield segment.source, segment.src
             if segment.also is not None:
                 yield segment.also[0], segment.also[1][segment.also[1] >= 0]
     yield from state.pinned
@@ -139,8 +160,8 @@ def _closed(node: Node, level: int) -> bool:
     return inside and (above is None or above.parent is None or bool(above.slots[above.n - 1, level] >= 0))
 
 
-def _check_credits(state: PlannerState, loads: Loads) -> Iterator[str]:
-    levels = range(len(state.specs))
+def _check_credits(state: PlannerState, loads: Loads, finds: Finds | None) -> Iterator[str]:
+    levels = range(len(state.credits))
     jobs, delayed, hastened, lost = [[0 for _ in levels] for _ in range(4)]
     inbound, outbound, writes = [[0 for _ in levels] for _ in range(3)]
     for flight in state.jobs.values():
@@ -162,6 +183,9 @@ def _check_credits(state: PlannerState, loads: Loads) -> Iterator[str]:
             inbound[job.dst_level] += job.n
         if job.also_slots is not None:
             inbound[job.also_level] += int((job.also_slots >= 0).sum())
+    if finds is not None:
+        lost[-1] += sum(find.overdue for find in finds.under_way.values())
+    names = [spec.name for spec in state.specs] + ["remote"]
     holds = [np.zeros(spec.capacity, dtype=np.int32) for spec in state.specs]
     for level, slots in [*((0, load.slots) for load in loads.open.values()), *state.pinned]:
         holds[level][slots] += 1
@@ -170,14 +194,15 @@ def _check_credits(state: PlannerState, loads: Loads) -> Iterator[str]:
         found = (credit.jobs, credit.delayed, credit.hastened, credit.lost_jobs)
         right = (jobs[level], delayed[level], hastened[level], lost[level])
         if found != right:
-            yield f"{state.specs[level].name}: credits {found}, in flight {right} (jobs, delayed, hastened, lost)"
+            yield f"{names[level]}: credits {found}, in flight {right} (jobs, delayed, hastened, lost)"
         found_blocks = (credit.inbound, credit.outbound, credit.outbound_writes, credit.held)
-        right_blocks = (inbound[level], outbound[level], writes[level], int((holds[level] > 0).sum()))
-        if (holds[level] != state.holds[level]).any():
-            yield f"{state.specs[level].name}: a slot counts other holds than there are"
+        held = int((holds[level] > 0).sum()) if level < len(holds) else 0
+        right_blocks = (inbound[level], outbound[level], writes[level], held)
+        if level < len(holds) and (holds[level] != state.holds[level]).any():
+            yield f"{names[level]}: a slot counts other holds than there are"
         if found_blocks != right_blocks:
-            name = state.specs[level].name
-            yield f"{name}: credits {found_blocks}, in flight {right_blocks} (blocks in, out, of these written, held)"
+            wrong = f"credits {found_blocks}, in flight {right_blocks} (blocks in, out, of these written, held)"
+            yield f"{names[level]}: {wrong}"
 
 
 def _lengths(node: Node) -> set[int]:

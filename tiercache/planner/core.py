@@ -19,11 +19,13 @@ from tiercache.planner.check import check_state
 from tiercache.planner.counters import LevelCounters, PlannerCounters
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.explain import Stretch, explain_path
+from tiercache.planner.finds import Finds
 from tiercache.planner.loads import Load, Loads
+from tiercache.planner.quota import Quota
 from tiercache.planner.recovery import restore
 from tiercache.planner.results import Outcome, Results
 from tiercache.planner.room import Room
-from tiercache.planner.state import Limits, PlannerState
+from tiercache.planner.state import Limits, PlannerState, RemoteLimits
 from tiercache.planner.stores import StorePlan, Stores
 from tiercache.planner.uses import Uses
 from tiercache.planner.victims import Victims
@@ -50,6 +52,8 @@ class Found(NamedTuple):
     """Estimate from measured rates; 0 where nothing was measured yet."""
     plain: bool
     """No symbol on the path has INT32_MIN in it: so nothing else that equals it has."""
+    remote: int = 0
+    """Of `blocks`, how many come from the key tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +79,12 @@ class Planner:
         write_after_s: float | None = None,
         max_writes_per_hit: float | None = None,
         limits: Limits | None = None,
+        remote: RemoteLimits | None = None,
     ) -> None:
         """specs: the levels, fastest first. width: bytes of a symbol. exclusive: None decides per level, by size:
         a block promoted from a level of under five times the capacity leaves that one. max_writes_per_hit: a block is
         only written to a persistent level where no more writes than that are to be expected for each hit; None: always.
+        remote: there is a key tier.
         """
         self._namespace_digest = namespace_digest
         self.state = PlannerState(
@@ -90,6 +96,7 @@ class Planner:
             exclusive,
             write_after_s,
             max_writes_per_hit,
+            remote,
         )
         policy.open(specs[0].capacity, specs[-1].capacity if specs[-1].persistent else 0)
         self.uses = Uses(self.state)
@@ -97,9 +104,11 @@ class Planner:
         self.room = Room(self.state, self.victims)
         self.writes = Writes(self.state, self.room)
         self.demotion = Demotion(self.state, self.victims, self.room, self.writes)
-        self.loads = Loads(self.state, self.demotion)
-        self.stores = Stores(self.state, self.demotion)
-        self.results = Results(self.state, self.loads, self.demotion)
+        self.quota = Quota(self.state, self.victims, self.demotion, remote.quota) if remote is not None else None
+        self.finds = Finds(self.state, remote) if remote is not None else None
+        self.loads = Loads(self.state, self.demotion, self.quota)
+        self.stores = Stores(self.state, self.demotion, self.quota)
+        self.results = Results(self.state, self.loads, self.demotion, self.finds)
 
     @property
     def epoch(self) -> bytes:
@@ -114,8 +123,8 @@ class Planner:
     # -- asking -------------------------------------------------------------------------------------------------
 
     def begins(self, first: bytes) -> bool:
-        """Does any cached prompt begin with this symbol?"""
-        return first in self.state.residency.index.root.children
+        """Does any cached prompt begin with this symbol, or may one do so elsewhere?"""
+        return self.finds is not None or first in self.state.residency.index.root.children
 
     def lookup(self, symbols: bytes, n: int, now: float, tail: bytes = b"", again: bool = False) -> Found:
         """How many leading blocks of a prompt have a readable copy. Mutates statistics only; with `again` (the same
@@ -124,6 +133,10 @@ class Planner:
         state.now = now
         walk = residency.index.walk(symbols, n, tail)
         blocks, pending, by_level = self._reach(walk.path)
+        remote = 0
+        if self.finds is not None and blocks < n:
+            remote, pending = self._reach_further(walk, symbols, n, blocks, pending)
+            blocks += remote
         if not again:
             state.totals.lookups += 1
             state.totals.lookup_blocks += n
@@ -131,7 +144,27 @@ class Planner:
             if walk.path and walk.blocks < n:
                 walk.path.nodes[-1].exits += 1
         load_s = self._estimate(by_level) if blocks else 0.0
-        return Found(blocks, by_level, pending, walk.words, load_s, walk.path.is_plain())
+        if self.finds is None or not remote:
+            return Found(blocks, by_level, pending, walk.words, load_s, walk.path.is_plain())
+        return Found(blocks, by_level, pending, walk.words, load_s + self.finds.estimate(remote), False, remote)
+
+    def _reach_further(self, walk: Walk, symbols: bytes, n: int, blocks: int, pending: int) -> tuple[int, int]:
+        """How many of the blocks after the readable ones come from the key tier (those being fetched now are joined by
+        a load), and how many after these are pending. Asks for what is not known."""
+        assert self.finds is not None
+        remote = 0
+        if pending:
+            slots = self.state.residency.index.gather(walk.path)[0, blocks : blocks + pending]
+            remote = first_false(self.loads.is_fetched(slots))
+            pending -= remote
+        if blocks + remote + pending < walk.blocks:
+            return remote, pending  # a hole in the path itself
+        there, asked = self.finds.look(symbols, walk.blocks, n)
+        return (remote, pending + there + asked) if pending else (remote + there, asked)
+
+    def asks(self) -> bool:
+        """Has a lookup something to ask the key tier? Then `take_messages`."""
+        return bool(self.state.outbox)
 
     def _reach(self, path: Path) -> tuple[int, int, tuple[int, ...]]:
         """Leading readable blocks of a path, blocks in flight after those, and the levels they come from."""
@@ -168,9 +201,14 @@ class Planner:
         """
         self.state.now = now
         walk = self._walk(symbols, want, epoch)
-        load = self.loads.plan(walk.path, want, endpoint)
+        more, known = 0, None
+        if self.finds is not None and epoch == self.state.epoch:
+            more, known = self.finds.known(symbols, walk.blocks, want), walk.blocks
+        load = self.loads.plan(walk.path, want, endpoint, symbols, more)
         if load.blocks and prompt_blocks is not None:
-            self.uses.note(walk.path.shorten(load.blocks), max(0, prompt_blocks - load.blocks))
+            self.uses.note(walk.path.shorten(load.blocks), max(0, prompt_blocks - load.blocks), known)
+            if self.quota is not None:
+                self.quota.touched(walk.path.shorten(min(walk.blocks, load.blocks)))
         self.demotion.tend()
         return load
 
@@ -191,7 +229,10 @@ class Planner:
             walk = self.state.residency.index.walk(symbols, n)
             plan = self.stores.plan(walk, symbols, n, start, endpoint, partial)
             if plan.end:
-                self.uses.note_stored(self.state.residency.index.walk(symbols, plan.end).path, walk.blocks, start)
+                path = self.state.residency.index.walk(symbols, plan.end).path
+                goes_on = self.uses.note_stored(path, walk.blocks, start)
+                if self.quota is not None and not goes_on:
+                    self.quota.touched(path.shorten(walk.blocks))
         totals = self.state.totals
         totals.stores += 1
         totals.store_blocks_accepted += plan.accepted
@@ -206,6 +247,8 @@ class Planner:
         self.state.now = now
         walk = self._walk(symbols, n, epoch)
         self.uses.note(walk.path, max(0, prompt_blocks - walk.blocks))
+        if self.quota is not None:
+            self.quota.touched(walk.path)
         return walk.blocks
 
     def release(self, symbols: bytes, n: int, now: float) -> int:
@@ -216,8 +259,14 @@ class Planner:
     def tend(self, now: float) -> None:
         """Make room ahead of need, submit what waits for credits."""
         self.state.now = now
-        self.loads.pump()
+        self._pump()
         self.demotion.tend()
+
+    def _pump(self) -> None:
+        self.loads.pump()
+        if self.finds is not None:
+            self.finds.fail_offline()
+            self.finds.pump()
 
     def drain(self, now: float) -> int:
         """Queue everything that the last level lacks, most reusable first, and start all delayed writes.
@@ -275,6 +324,8 @@ class Planner:
         for flight in state.jobs.values():
             flight.stale = True
         ended = self.loads.end_all()
+        if self.finds is not None:
+            self.finds.new_epoch()
         for level, table in enumerate(state.residency.tables):
             state.counters[level].detached += len(table.clear())
         state.residency.forget_tree()
@@ -294,7 +345,7 @@ class Planner:
         self.state.now = now
         outcome = self.results.take(message)
         outcome.loads += self.loads.fail_offline()
-        self.loads.pump()
+        self._pump()
         self.demotion.tend()
         return outcome
 
@@ -357,7 +408,7 @@ class Planner:
 
     def failed_writes(self) -> int:
         """Blocks so far that could not be written to the last level, were lost there, or were overdue."""
-        last = self.state.counters[-1]
+        last = self.state.counters[len(self.levels) - 1]
         return last.failed_writes + last.lost_claims + last.overdue_jobs
 
     def lacking(self, used_before: float) -> int:
@@ -367,11 +418,11 @@ class Planner:
     def check(self) -> list[str]:
         """Every broken rule found, empty where all is well. O(everything); mutates nothing."""
         self.victims.refile(len(self.levels) - 1)
-        return [*check_state(self.state, self.loads), *self.victims.check()]
+        return [*check_state(self.state, self.loads, self.finds, self.quota), *self.victims.check()]
 
     def level_counters(self) -> list[LevelCounters]:
         """Live counters per level."""
-        return self.state.counters
+        return self.state.counters[: len(self.levels)]
 
     def totals(self) -> PlannerCounters:
         """Live counters of the whole."""

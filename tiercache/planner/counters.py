@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["LevelCounters", "PlannerCounters"]
+__all__ = ["LevelCounters", "PlannerCounters", "RemoteCounters"]
 
 
 @dataclass(slots=True)
@@ -61,3 +61,24 @@ class PlannerCounters:
     recovered_forgotten: int = 0
     stale_epoch: int = 0
     """Calls and results of an earlier epoch."""
+
+
+@dataclass(slots=True)
+class RemoteCounters:
+    """Of a key tier. Blocks unless the name says otherwise."""
+
+    finds: int = 0
+    """Questions sent."""
+    finds_failed: int = 0
+    """Questions that got no answer."""
+    finds_refused: int = 0
+    """Lookups that asked nothing, for too many finds waited."""
+    blocks_asked: int = 0
+    blocks_found: int = 0
+    """Said to be there, as far as they follow each other."""
+    fetched: int = 0
+    """Arrived, and verified."""
+    missing: int = 0
+    """Asked for by a load, and not there, or not in time."""
+    wrong: int = 0
+    """Of jobs in which a block was not what it should be, those that did not arrive."""

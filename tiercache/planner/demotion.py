@@ -213,7 +213,7 @@ class Demotion:
         credits_last = True
         for node, begin, end in self.state.residency.runs_of(level, slots[self.state.readable(level, slots)]):
             end = min(end, node.n)  # room that was made for the runs before may have cut this one
-            if begin >= end:
+            if begin >= end or node.charge:
                 continue
             if credits_last:
                 planned = self.writes.plan(node, begin, end, level, target=last, delay_s=delay_s)
@@ -256,7 +256,7 @@ class Demotion:
     def _lacking_in(self, node: Node, last: int) -> Bools:
         """Per full block of a run: has it no readable copy in the persistent level `last`?"""
         end = node.n - int(node.partial)
-        if not self.state.specs[last].persistent:
+        if node.charge or not self.state.specs[last].persistent:
             return np.zeros(end, dtype=np.bool_)
         row = node.slots[:end, last]
         return np.asarray((row < 0) | (self.state.residency.tables[last].state[row] != RESIDENT))

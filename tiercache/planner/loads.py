@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from tiercache.arrays import as_index, count_levels, counting, first_false, first_true, present, true_at
 from tiercache.index import Path
+from tiercache.keys import chain_idents
 from tiercache.planner.demotion import Demotion
+from tiercache.planner.quota import CHARGE, Quota
 from tiercache.planner.state import Flight, PlannerState
 from tiercache.slots import RESIDENT, WRITING
 from tiercache.types import CALLER, Bools, Idents, Slots
@@ -53,15 +55,18 @@ class Load:
     released: bool = False
     """Nobody wants it any more; it is let go as soon as it is done."""
     by_level: tuple[int, ...] = ()
-    """Blocks taken from each level when it was planned."""
+    """Blocks taken from each level when it was planned; of the key tier last, where there is one."""
+    symbols: bytes = b""
+    """Of the prompt, where some of it comes from a key tier."""
 
 
 class Loads:
     """Plans loads, submits their segments as credits allow, finishes them."""
 
-    def __init__(self, state: PlannerState, demotion: Demotion) -> None:
+    def __init__(self, state: PlannerState, demotion: Demotion, quota: Quota | None = None) -> None:
         self.state = state
         self.demotion = demotion
+        self.quota = quota
         self._ids = itertools.count(1)
         self.open: dict[int, Load] = {}
         """Not done, or done and still held, by id."""
@@ -72,15 +77,20 @@ class Loads:
 
     # -- planning -----------------------------------------------------------------------------------------------
 
-    def plan(self, path: Path, want: int, endpoint: int) -> Load:
+    def plan(self, path: Path, want: int, endpoint: int, symbols: bytes = b"", more: int = 0) -> Load:
         """Start bringing the readable blocks among the first `want` of `path`. Mutates: slots, pins, outbox.
 
-        The load may be shorter than wanted, also empty; it may be done at once.
+        more: blocks of the prompt (`symbols`) after the path to fetch from the key tier; those that get slots are added
+        to the path. The load may be shorter than wanted, also empty; it may be done at once.
         """
         state, residency = self.state, self.state.residency
         gathered = residency.index.gather(path)[:, :want]
-        best = self._sources(path, gathered)
+        best = self._sources(path, gathered, bool(endpoint))
         n = first_true(best < 0)
+        if more and n == path.blocks:
+            n += more
+            gathered = np.concatenate((gathered, np.full((residency.levels, more), -1, dtype=np.int32)), axis=1)
+            best = np.concatenate((best, np.full(more, residency.levels, dtype=np.int8)))
         refused = len(self._queue) >= state.limits.queued_loads
         if refused:
             state.totals.loads_refused += 1
@@ -88,12 +98,12 @@ class Loads:
         if not endpoint and not state.online(0):
             n = 0
         if endpoint:
-            load = self._to_caller(path, gathered, best, n, endpoint)
+            load = self._to_caller(path, gathered, best, n, endpoint, symbols)
         else:
-            load = self._to_level(path, gathered, best, n)
+            load = self._to_level(path, gathered, best, n, symbols)
         state.totals.loads += 1
         state.totals.loads_cut += int(load.blocks < want)
-        load.by_level = count_levels(best[: load.blocks], residency.levels)
+        load.by_level = count_levels(best[: load.blocks], len(state.counters))
         for level, count in enumerate(load.by_level):
             state.counters[level].hits += count
         self.open[load.id] = load
@@ -103,30 +113,72 @@ class Loads:
         self._settle(load)
         return load
 
-    def _sources(self, path: Path, gathered: NDArray[np.int32]) -> NDArray[np.int8]:
-        """The level that each block comes from, -1: from none."""
+    def _sources(self, path: Path, gathered: NDArray[np.int32], rows: bool) -> NDArray[np.int8]:
+        """The level that each block comes from, -1: from none. What is being fetched from the key tier comes from
+        there: a load into slots joins it, one into the caller's `rows` reads it once more."""
         residency, online = self.state.residency, self.state.online_levels()
         if online[0] and all(map(residency.is_whole, path.nodes)):
             return np.zeros(gathered.shape[1], dtype=np.int8)
-        return residency.best_level(residency.states(gathered), online)
+        best = residency.best_level(residency.states(gathered), online)
+        if self.quota is not None and (not rows or self.state.online(residency.levels)):
+            lacking = true_at(best < 0)
+            best[lacking[self.is_fetched(gathered[0, lacking])]] = residency.levels
+        return best
 
-    def _to_level(self, path: Path, gathered: NDArray[np.int32], best: NDArray[np.int8], n: int) -> Load:
+    def is_fetched(self, slots: NDArray[np.int32]) -> Bools:
+        """Per slot of level 0 (-1: none): is a load bringing a block there, which may have no other copy?"""
+        fetched = slots >= 0
+        mine = slots[fetched]
+        loading, fillers = self._filling[mine] > 0, self.state.filler[mine]
+        for job in set(fillers.tolist()):
+            if job and self.state.jobs[job].job.kind == "load":
+                loading |= fillers == job
+        fetched[fetched] = loading & (self.state.residency.tables[0].state[mine] == WRITING)
+        return fetched
+
+    def _make_room(self, path: Path, need: NDArray[np.int64]) -> int:
+        """Free slots of level 0 for blocks at these positions, the charged ones within the quota; for how many."""
+        if self.quota is None:
+            return self.demotion.make_room(0, len(need))
+        ordinary = int((need < self.quota.first_charged(path)).sum())
+        return self.demotion.make_room(0, ordinary + self.quota.admit(0, len(need) - ordinary))
+
+    def _more_idents(self, path: Path, symbols: bytes, more: int) -> Idents:
+        """Idents of so many blocks of a prompt after its path."""
+        width, begin = self.state.residency.width, path.blocks
+        parent = path.nodes[-1].idents.item(path.take - 1) if path else self.state.root_ident
+        return chain_idents(symbols[begin * width : (begin + more) * width], width, parent)
+
+    def _grow(self, path: Path, symbols: bytes, idents: Idents) -> None:
+        """Add the blocks of a prompt after its path to the tree and to the path, charged; they have no slots yet."""
+        width, begin = self.state.residency.width, path.blocks
+        run = symbols[begin * width : (begin + len(idents)) * width]
+        node, _ = self.state.residency.extend(path, run, idents, False, CHARGE)
+        if not path or path.nodes[-1] is not node:
+            path.nodes.append(node)
+        path.take = node.n
+
+    def _to_level(
+        self, path: Path, gathered: NDArray[np.int32], best: NDArray[np.int8], n: int, symbols: bytes
+    ) -> Load:
         """Into level 0: blocks there already are held, the others get slots and segments."""
         state, residency = self.state, self.state.residency
         n = state.may_hold(0, gathered[0, :n])
         need = true_at(gathered[0, :n] < 0)
         if len(need):
             with state.keep(gathered):
-                got = self.demotion.make_room(0, len(need))
+                got = self._make_room(path, need)
             if got < len(need):
                 n = int(need[got])
                 need = need[:got]
         fresh = residency.tables[0].take(len(need))
         if len(need):
+            if n > path.blocks:
+                self._grow(path, symbols, self._more_idents(path, symbols, n - path.blocks))
             gathered[0, need] = fresh
             self._place(path, need, fresh)
         slots = gathered[0, :n].copy()
-        load = Load(next(self._ids), n, 0, slots, state.epoch)
+        load = Load(next(self._ids), n, 0, slots, state.epoch, symbols=symbols)
         if n == 0:
             return load
         state.hold(0, slots)
@@ -137,8 +189,13 @@ class Loads:
         for begin, end in _stretches(need, best):
             first = int(need[begin])
             source, at = int(best[first]), slice(first, first + end - begin)
-            self._add_segment(load, source, gathered[source, at], fresh[begin:end], idents[at], first)
+            self._add_segment(load, source, self._from(gathered, source, at), fresh[begin:end], idents[at], first)
         return load
+
+    @staticmethod
+    def _from(gathered: NDArray[np.int32], source: int, at: slice) -> NDArray[np.int32]:
+        """The slots that blocks are read from; of the key tier, their positions in the prompt."""
+        return gathered[source, at] if source < len(gathered) else counting(at.start, at.stop)
 
     def _join(self, load: Load, slots: Slots) -> None:
         """Wait for whatever fills these slots: jobs of loads and stores, or loads that have yet to submit one."""
@@ -150,14 +207,17 @@ class Loads:
                 self.open[other].joiners.append(load)
 
     def _to_caller(
-        self, path: Path, gathered: NDArray[np.int32], best: NDArray[np.int8], n: int, endpoint: int
+        self, path: Path, gathered: NDArray[np.int32], best: NDArray[np.int8], n: int, endpoint: int, symbols: bytes
     ) -> Load:
-        """Into the caller's rows; blocks from a persistent level also into the level above it where it is easy."""
+        """Into the caller's rows; blocks from a persistent level also into the level above it where it is easy, blocks
+        from the key tier also into the slowest level in memory as far as the quota allows."""
         state, residency = self.state, self.state.residency
-        load = Load(next(self._ids), n, endpoint, np.empty(0, dtype=np.int32), state.epoch)
+        load = Load(next(self._ids), n, endpoint, np.empty(0, dtype=np.int32), state.epoch, symbols=symbols)
         if n == 0:
             return load
-        idents = path.idents()[:n]
+        known, idents = path.blocks, path.idents()[:n]
+        if n > known:
+            idents = np.concatenate((idents, self._more_idents(path, symbols, n - known)))
         rows = counting(0, n)
         also_rows = np.full(n, -1, dtype=np.int32)
         last = residency.levels - 1
@@ -171,11 +231,26 @@ class Loads:
             if len(wanted):
                 also_rows[wanted] = residency.tables[upper].take(len(wanted))
                 self._place(path, wanted, also_rows[wanted], upper)
+        if n > known:
+            upper = state.memory_level
+            with state.keep(gathered):
+                slots = self._take_charged(upper, n - known)
+            if len(slots):
+                also_rows[known : known + len(slots)] = slots
+                self._grow(path, symbols, idents[known : known + len(slots)])
+                self._place(path, np.arange(known, known + len(slots)), slots, upper)
         for begin, end in _stretches(rows, best[:n]):
             source, at = int(best[begin]), slice(begin, end)
-            also = (upper, also_rows[at]) if source == last and (also_rows[at] >= 0).any() else None
-            self._add_segment(load, source, gathered[source, at], rows[at], idents[at], begin, also)
+            also = (upper, also_rows[at]) if source >= last and (also_rows[at] >= 0).any() else None
+            self._add_segment(load, source, self._from(gathered, source, at), rows[at], idents[at], begin, also)
         return load
+
+    def _take_charged(self, level: int, want: int) -> Slots:
+        """Up to so many slots within the quota, where they are easy to free."""
+        if self.quota is None or not self.state.online(level):
+            return np.empty(0, dtype=np.int32)
+        got = self.demotion.room.free(level, self.quota.admit(level, want))
+        return self.state.residency.tables[level].take(got)
 
     def _place(self, path: Path, positions: NDArray[np.int64], slots: Slots, level: int = 0) -> None:
         """Give the blocks at these path positions (ascending) their slots."""
@@ -197,9 +272,13 @@ class Loads:
         also: tuple[int, Slots] | None = None,
     ) -> None:
         """Queue blocks from path position `row` on in jobs of at most `load_job_blocks`; pins their sources."""
-        levels = [source] + [0] * (not load.endpoint) + ([also[0]] if also is not None else [])
-        step = self.state.limits.load_job_blocks([self.state.specs[level] for level in levels])
-        self.state.residency.pin(source, src.astype(np.int32))
+        specs, remote = self.state.specs, self.state.remote
+        if source < len(specs):
+            levels = [source] + [0] * (not load.endpoint) + ([also[0]] if also is not None else [])
+            step = self.state.limits.load_job_blocks([specs[level] for level in levels])
+            self.state.residency.pin(source, src.astype(np.int32))
+        else:
+            step = remote.job_blocks(specs[0].block_nbytes) if remote is not None else 1
         if also is not None:
             self.state.residency.pin(also[0], present(also[1]))
         self._filling[as_index(_filled(load, dst, also))] = load.id
@@ -246,7 +325,7 @@ class Loads:
             room = state.outbound_room(level) if way == "out" else state.inbound_room(level)
             if room < blocks:
                 short.add((way, level))
-        if state.credits[segment.source].jobs >= state.limits.jobs or not state.online(segment.source):
+        if state.credits[segment.source].jobs >= state.most_jobs(segment.source) or not state.online(segment.source):
             short.add(("out", segment.source))
         return short
 
@@ -261,6 +340,7 @@ class Loads:
             owner=load.id,
             rows_at=segment.row,
             pinned=True,
+            symbols=load.symbols if segment.source == len(self.state.specs) else None,
         )
         self._wait_for(load, job)
         filled = _filled(load, segment.dst, segment.also)
@@ -272,7 +352,7 @@ class Loads:
     def fail_offline(self) -> list[Load]:
         """Queued segments are not loaded any more from levels that went offline. Returns loads that are done by it."""
         changed: list[Load] = []
-        given_up = {level for level in range(len(self.state.specs)) if self.state.is_given_up(level)}
+        given_up = {level for level in range(len(self.state.breakers)) if self.state.is_given_up(level)}
         if not given_up:
             return []
         for load in self._queue:
@@ -304,7 +384,8 @@ class Loads:
             self._waiters.setdefault(job, []).append(load)
 
     def _unpin_segment(self, segment: _Segment) -> None:
-        self.state.residency.unpin(segment.source, segment.src)
+        if segment.source < len(self.state.specs):
+            self.state.residency.unpin(segment.source, segment.src)
         if segment.also is not None:
             self.state.residency.unpin(segment.also[0], present(segment.also[1]))
 

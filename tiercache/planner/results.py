@@ -9,6 +9,7 @@ import numpy as np
 from tiercache.arrays import as_index
 from tiercache.index import Node
 from tiercache.planner.demotion import Demotion
+from tiercache.planner.finds import Finds
 from tiercache.planner.loads import Load, Loads
 from tiercache.planner.state import Flight, PlannerState
 from tiercache.slots import BAD, RESIDENT, WRITING
@@ -32,9 +33,10 @@ class Outcome:
 class Results:
     """See the module. Mutates slots, tree, jobs, counters, breakers."""
 
-    def __init__(self, state: PlannerState, loads: Loads, demotion: Demotion) -> None:
+    def __init__(self, state: PlannerState, loads: Loads, demotion: Demotion, finds: Finds | None = None) -> None:
         self.state = state
         self.loads = loads
+        self.finds = finds
         self.demotion = demotion
         self.room = demotion.room
 
@@ -43,6 +45,9 @@ class Results:
         if isinstance(message, LostClaims):
             self._lost_claims(message.slots)
             return Outcome()
+        if self.finds is not None and message.job in self.finds.under_way:
+            self.finds.take(message)
+            return Outcome(job=message.job)
         flight = self.state.jobs[message.job]
         return self._overdue(flight) if isinstance(message, JobOverdue) else self._result(flight, message)
 
@@ -58,7 +63,9 @@ class Results:
             if not flight.stale:
                 self._count(flight, result)
         state.finish(flight)
-        if job.kind == "load" and not flight.overdue:
+        if self.finds is not None and not flight.overdue:
+            self.finds.fetched(flight, result.ok, result.reason)
+        if job.kind == "load" and job.symbols is None and not flight.overdue:
             self._after_load(flight, result)
         elif job.kind == "store" and not flight.stale and state.write_after_s is not None:
             self._write_later(job.dst_slots[ok])
@@ -146,6 +153,8 @@ class Results:
             self._fail(each, slots[table.state[slots] == WRITING])
             table.lose(slots)
         ok = np.zeros(job.n, dtype=np.bool_)
+        if self.finds is not None:
+            self.finds.fetched(flight, ok, "deadline")
         return Outcome(self.loads.came_back(flight, ok), job.id, ok)
 
     def _lost_claims(self, slots: Slots) -> None:
@@ -160,7 +169,8 @@ class Results:
         """What a job that came back in time tells of its slower level; also of an old epoch, for it may be a probe."""
         job, state = flight.job, self.state
         good, breaker = int(result.ok.sum()), state.breakers[max(job.src_level, job.dst_level)]
-        if good == job.n or (good and result.reason == "checksum"):
+        told = result.reason == "missing" or (job.symbols is not None and result.reason == "checksum")
+        if good == job.n or (good and result.reason == "checksum") or told:
             breaker.succeeded()
         elif result.reason in ("io", "deadline"):
             breaker.failed(state.now)

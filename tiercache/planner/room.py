@@ -43,11 +43,19 @@ class Room:
             if victim is None:
                 break
             node, last = victim
-            if not self._drop_tail(level, node, last, want - table.free, protect, spare_above):
+            if not self.drop_tail(level, node, last, want - table.free, protect, spare_above):
                 skip += 1
         return min(want, table.free)
 
-    def _drop_tail(self, level: int, node: Node, last: int, want: int, protect: Protect, spare_above: bool) -> int:
+    def drop_tail(
+        self,
+        level: int,
+        node: Node,
+        last: int,
+        want: int,
+        protect: Protect = _NOTHING,
+        spare_above: bool = False,
+    ) -> int:
         """Drop up to `want` blocks that end at `last`; 0 where none may go."""
         floor = protect.get(node.id, 0)
         begin = max(floor, self.victims.coldest_run(level, node, last, want, True))

@@ -32,11 +32,15 @@ from tiercache.types import (
     Slots,
 )
 
-__all__ = ["Credits", "Flight", "Limits", "PlannerState"]
+__all__ = ["Credits", "Flight", "Limits", "PlannerState", "RemoteLimits"]
 
 
 LOAD_JOB_NBYTES = 64 << 20
 """What one job reads from a disk at most, unless that is less than 64 blocks: a fraction of its deadline's worth."""
+
+
+REMOTE_JOB_NBYTES = 16 << 20
+"""What one job reads from a key tier at most, unless that is less than a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,24 @@ class Limits:
     def delayed_blocks(self, capacity: int) -> int:
         """Blocks of one level that delayed writes may hold: half of its slots."""
         return capacity // 2
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLimits:
+    """What the planner must know of a key tier; see `config_remote.Remote`."""
+
+    quota: float = 0.2
+    find_deadline_s: float | None = 1.0
+    read_deadline_s: float | None = 1.0
+    hint_s: float = 30.0
+    missing_s: float = 2.0
+    hint_blocks: int = 1 << 18
+    pool_threads: int = 8
+    waiting_finds: int = 64
+
+    def job_blocks(self, block_nbytes: int) -> int:
+        """Blocks of one job of a load: up to 64, and up to 16 MiB."""
+        return max(1, min(64, REMOTE_JOB_NBYTES // block_nbytes))
 
 
 @dataclass(slots=True)
@@ -124,6 +146,8 @@ class PlannerState:
     """Does a promoted block leave the slower level (while it is a leaf there)? None: by size, see `gives_up`."""
     write_after_s: float | None = None
     max_writes_per_hit: float | None = None
+    remote: RemoteLimits | None = None
+    """There is a key tier. Its number is one past the last level's, and lists per level have an entry for it."""
     now: float = 0.0
     jobs: dict[int, Flight] = field(default_factory=dict)
     outbox: list[MoverMessage] = field(default_factory=list)
@@ -146,7 +170,7 @@ class PlannerState:
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
-        n = self.residency.levels
+        n = self.residency.levels + (self.remote is not None)
         self.unwritten = Backlog(self.residency.specs)
         self.filler = np.zeros(self.residency.specs[0].capacity, dtype=np.int64)
         self.breakers = [Breaker() for _ in range(n)]
@@ -155,6 +179,8 @@ class PlannerState:
         self.counters = [LevelCounters() for _ in range(n)]
         self.read_rate = [None] * n
         self.delayed = [{} for _ in range(n)]
+        if self.remote is not None:
+            self.breakers[-1] = Breaker(first_backoff_s=0.05, longest_backoff_s=5.0)
 
     @property
     def specs(self) -> Sequence[LevelSpec]:
@@ -172,7 +198,19 @@ class PlannerState:
         return not (self.online(level) or (self._has_threads(level) and self.breakers[level].probing))
 
     def _has_threads(self, level: int) -> bool:
-        return self.credits[level].lost_jobs < max(1, self.specs[level].pool_threads - 1)
+        return self.credits[level].lost_jobs < max(1, self._threads_of(level) - 1)
+
+    def _threads_of(self, level: int) -> int:
+        if level < len(self.specs):
+            return self.specs[level].pool_threads
+        return self.remote.pool_threads if self.remote is not None else 0
+
+    def most_jobs(self, level: int) -> int:
+        """Jobs that may be in flight at a level. At a key tier no job waits for a thread, for its deadline begins when
+        it is submitted: half of the threads are for loads, half for finds, and lost ones are nobody's."""
+        if level < len(self.specs):
+            return self.limits.jobs
+        return max(1, min(self._threads_of(level) // 2, self._threads_of(level) - self.credits[level].lost_jobs))
 
     def online_levels(self) -> list[bool]:
         """`online` of every level."""
@@ -197,6 +235,12 @@ class PlannerState:
         limit = self.max_writes_per_hit
         return limit is None or self.policy.worth(node, at) * limit >= 1
 
+    @property
+    def memory_level(self) -> int:
+        """The slowest level that is memory."""
+        last = len(self.specs) - 1
+        return last - int(self.specs[last].persistent and last > 0)
+
     # -- jobs ---------------------------------------------------------------------------------------------------
 
     def job_room(self, src_level: int, dst_level: int) -> int:
@@ -209,7 +253,7 @@ class PlannerState:
     def outbound_room(self, level: int, *, writes: bool = False) -> int:
         """How many more blocks may be copied out of a level by loads, or by writes. Loads do not wait for writes, which
         a slow tier may hold up."""
-        if level == CALLER:
+        if level == CALLER or level == len(self.specs):
             return 1 << 30
         credit = self.credits[level]
         spent = credit.outbound_writes if writes else credit.outbound - credit.outbound_writes
@@ -239,13 +283,16 @@ class PlannerState:
         owner: int = 0,
         rows_at: int = 0,
         pinned: bool = False,
+        symbols: bytes | None = None,
     ) -> int:
         """Put a job into the outbox; pins its slots at every end and takes credits (none where it is delayed).
 
         pinned: its source and second destination are pinned already, and the job takes these pins over.
         """
         slower = max(src[0], dst[0])
-        if self.specs[slower].persistent:
+        if symbols is not None and self.remote is not None:
+            deadline = self.remote.read_deadline_s
+        elif self.specs[slower].persistent:
             deadline = self.limits.write_deadline_s if kind == "write" else self.limits.read_deadline_s
         else:
             deadline = self.limits.copy_deadline_s
@@ -264,6 +311,7 @@ class PlannerState:
             deadline_s=deadline,
             start_after_s=delay_s or 0.0,
             claims=claims,
+            symbols=symbols,
         )
         flight = Flight(job, delayed=delay_s is not None, owner=owner, rows_at=rows_at)
         self.jobs[job.id] = flight
@@ -313,7 +361,9 @@ class PlannerState:
     @staticmethod
     def ends(job: CopyJob) -> list[tuple[int, Slots]]:
         """(level, slots) at every end of a job that is a level."""
-        ends = [(job.src_level, job.src_slots), (job.dst_level, job.dst_slots)]
+        ends = [(job.dst_level, job.dst_slots)]
+        if job.symbols is None:
+            ends.append((job.src_level, job.src_slots))
         if job.also_slots is not None:
             ends.append((job.also_level, present(job.also_slots)))
         return [(level, slots) for level, slots in ends if level != CALLER]

@@ -11,6 +11,7 @@ from tiercache.arrays import counting, true_at
 from tiercache.index import ABSENT, Path, Walk
 from tiercache.keys import chain_idents
 from tiercache.planner.demotion import Demotion
+from tiercache.planner.quota import Quota
 from tiercache.planner.state import PlannerState
 from tiercache.slots import RESIDENT, WRITING
 from tiercache.types import CALLER, Idents, Slots
@@ -27,7 +28,8 @@ class StorePlan:
     present: int
     """Blocks that were there already (or on the way)."""
     reason: str = ""
-    """Why not all were taken: "" | parent_missing | no_room | queue_full | offline | stale_epoch | stores_off."""
+    """Why not all were taken: "" | parent_missing | no_room | quota | queue_full | offline | stale_epoch |
+    stores_off."""
     job: int = 0
     """The copy job, 0: none."""
     end: int = 0
@@ -37,9 +39,10 @@ class StorePlan:
 class Stores:
     """Plans stores into level 0."""
 
-    def __init__(self, state: PlannerState, demotion: Demotion) -> None:
+    def __init__(self, state: PlannerState, demotion: Demotion, quota: Quota | None = None) -> None:
         self.state = state
         self.demotion = demotion
+        self.quota = quota
 
     def plan(self, walk: Walk, symbols: bytes, n: int, start: int, endpoint: int, partial: bool) -> StorePlan:
         """Take blocks `[start, n)` of a prompt as far as room and credits allow, in order.
@@ -68,12 +71,13 @@ class Stores:
             return StorePlan(0, n - start, end=n)
         allowed = min(wanted, state.job_room(CALLER, 0))
         with state.keep(gathered):
-            got = self.demotion.make_room(0, allowed)
-        if got < allowed:  # the prompt's own blocks may leave level 0 where they are below too
+            within = self._within_quota(walk.path, holes, allowed)
+            got = self.demotion.make_room(0, within)
+        if got < within:  # the prompt's own blocks may leave level 0 where they are below too
             gathered[0, (states[1:] == RESIDENT).any(axis=0)] = ABSENT
             with state.keep(gathered):
-                got = self.demotion.room.free(0, allowed)
-        reason = self._reason(wanted, allowed, got)
+                got = self.demotion.room.free(0, within)
+        reason = "quota" if got == within < allowed else self._reason(wanted, allowed, got)
         end = self._end(walk.blocks, holes, got, wanted, n)
         if got == 0:
             return StorePlan(0, end - start, reason, end=end)
@@ -82,6 +86,13 @@ class Stores:
         rows = positions - start
         job = state.submit("store", (CALLER, rows), (0, slots), idents, endpoint=endpoint, owner=0, rows_at=start)
         return StorePlan(got, end - start - got, reason, job, end)
+
+    def _within_quota(self, path: Path, holes: NDArray[np.int64], wanted: int) -> int:
+        """How many of the first `wanted` blocks of a store, holes before new ones, the quota allows. May evict."""
+        if self.quota is None or not self.quota.is_charged(path):
+            return wanted
+        ordinary = min(wanted, int((holes < self.quota.first_charged(path)).sum()))
+        return ordinary + self.quota.admit(0, wanted - ordinary)
 
     def _reason(self, wanted: int, allowed: int, got: int) -> str:
         """Why a store is cut: there are no slots, or there are no credits."""

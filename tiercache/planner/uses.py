@@ -12,6 +12,7 @@ from tiercache.types import NoteUse
 
 __all__ = ["Uses"]
 
+_Stretches = list[tuple[Node, int, int]]
 _MOST_SERVED = 1024
 """Requests that found something and may yet store the rest."""
 
@@ -28,13 +29,19 @@ class Uses:
         """The tree is empty again."""
         self._served.clear()
 
-    def note(self, path: Path, new: int) -> None:
-        """A request used this path, and brings `new` more blocks."""
+    def note(self, path: Path, new: int, known: int | None = None) -> None:
+        """A request used this path, and brings `new` more blocks. known: blocks of it that were in the tree before it
+        (None: all)."""
         if not path:
             return
         self._begin(new)
         stretches = [(node, 0, take) for node, take in path]
-        self.state.policy.again(stretches)
+        if known is None:
+            self.state.policy.again(stretches)
+        else:
+            old, fresh = _parted(path, known)
+            self.state.policy.place(fresh)
+            self.state.policy.again(old)
         self._use(stretches)
         self._note_persistent(path)
         if new:
@@ -45,8 +52,9 @@ class Uses:
             if len(self._served) > _MOST_SERVED:
                 self._served.popitem(last=False)
 
-    def note_stored(self, path: Path, known: int, start: int) -> None:
-        """A request stored the blocks of this path from `start` on; the first `known` were in the tree before.
+    def note_stored(self, path: Path, known: int, start: int) -> bool:
+        """A request stored the blocks of this path from `start` on; the first `known` were in the tree before. True
+        where it is the rest of a request that used them already.
 
         Where a request used the path down to `start` before, this is the rest of it: what was known is not used once
         more, only later than it seemed.
@@ -54,8 +62,7 @@ class Uses:
         policy = self.state.policy
         goes_on = self._goes_on(path, start) or (start < known and self._goes_on(path, known))
         self._begin(max(0, path.blocks - known), goes_on)
-        old = [(node, 0, min(take, known - node.depth)) for node, take in path if node.depth < known]
-        new = [(node, max(0, known - node.depth), take) for node, take in path if node.depth + take > known]
+        old, new = _parted(path, known)
         policy.place(new)
         if goes_on:
             policy.move(old)
@@ -67,6 +74,7 @@ class Uses:
             self._use(old)
         self._use(new)
         self._note_persistent(path)
+        return goes_on
 
     def release(self, path: Path) -> int:
         """The conversation that ends with this path is over: what only it uses goes to the cold end, with the partial
@@ -127,3 +135,10 @@ class Uses:
             if there.any():
                 now = np.full(int(there.sum()), state.now)
                 state.outbox.append(NoteUse(slots[there].astype(np.int32), now, path.uses()[there]))
+
+
+def _parted(path: Path, known: int) -> tuple[_Stretches, _Stretches]:
+    """The first `known` blocks of a path, and the rest, as stretches."""
+    old = [(node, 0, min(take, known - node.depth)) for node, take in path if node.depth < known]
+    new = [(node, max(0, known - node.depth), take) for node, take in path if node.depth + take > known]
+    return old, new

@@ -31,6 +31,8 @@ class Victims:
         self._lists: list[dict[bool, Any]] = [
             {True: SortedList(), False: SortedList()} for _ in range(state.residency.levels)
         ]
+        self._charged: list[Any] = [SortedList() for _ in range(state.residency.levels)]
+        """Of the droppable ones, those with a charge."""
 
     def refile(self, level: int) -> None:
         """File the nodes that changed since the last call, as far as this level needs it.
@@ -49,6 +51,10 @@ class Victims:
                 is_leaf = node.held[each] > 0 and node.kids[each] == 0 and node.parent is not None
                 new = self._place_of(node, each) if is_leaf else None
                 old = node.filed[each]
+                if new != old or not node.charge:
+                    self._uncharge(each, old)
+                if new is not None and new != old and node.charge:
+                    self._charged[each].add(new[1])
                 if new == old:
                     continue
                 if old is not None:
@@ -66,6 +72,8 @@ class Victims:
         for lists in self._lists:
             for each in lists.values():
                 each.clear()
+        for charged in self._charged:
+            charged.clear()
         self.state.residency.stale.clear()
 
     def count(self, level: int, droppable: bool) -> int:
@@ -74,11 +82,21 @@ class Victims:
 
     def nth(self, level: int, droppable: bool, n: int) -> tuple[Node, int] | None:
         """The n-th coldest node and the position of its last block in this level; None past the end."""
-        entries = self._lists[level][droppable]
+        return self._at(level, self._lists[level][droppable], n)
+
+    def nth_charged(self, level: int, n: int) -> tuple[Node, int] | None:
+        """The same among those with a charge."""
+        return self._at(level, self._charged[level], n)
+
+    def _at(self, level: int, entries: Any, n: int) -> tuple[Node, int] | None:
         if n >= len(entries):
             return None
         node = self.state.residency.index.nodes[entries[n][2]]
         return node, last_position(node, level)
+
+    def _uncharge(self, level: int, place: tuple[bool, tuple[float, int, int]] | None) -> None:
+        if place is not None and self._charged[level]:
+            self._charged[level].discard(place[1])
 
     def key_of(self, level: int, droppable: bool, n: int) -> tuple[float, int, int] | None:
         """The filing key of the n-th coldest node."""
@@ -104,7 +122,7 @@ class Victims:
             below = residency.copy_below(node, begin, last + 1, level)
             if node.partial and last == node.n - 1:
                 below[-1] = True
-            if not (droppable and self._is_spare(level, node, last)):
+            if not (droppable and (node.charge or self._is_spare(level, node, last))):
                 fits &= below == droppable
         wrong = true_at(~fits)
         return begin + (int(wrong[-1]) + 1 if len(wrong) else 0)
@@ -112,10 +130,15 @@ class Victims:
     def check(self) -> Iterator[str]:
         """Does every node stand where it belongs, and nothing else? O(everything)."""
         entries = [{kind: set(each) for kind, each in lists.items()} for lists in self._lists]
+        charged = [set(each) for each in self._charged]
         for node in self.state.residency.index.walk_nodes():
             for level in range(self.state.residency.levels):
                 is_leaf = node.held[level] > 0 and node.kids[level] == 0
                 place = self._place_of(node, level) if is_leaf else None
+                if node.charge and place is not None and place[1] not in charged[level]:
+                    yield f"node {node.id} is missing among the charged of level {level}"
+                elif node.charge and place is not None:
+                    charged[level].discard(place[1])
                 if node.filed[level] != place:
                     yield f"node {node.id} is filed as {node.filed[level]} in level {level}, should be {place}"
                 elif place is not None and place[1] not in entries[level][place[0]]:
@@ -125,6 +148,9 @@ class Victims:
         for level, lists in enumerate(entries):
             if any(lists.values()):
                 yield f"level {level}: the order holds {lists} of nodes that are gone"
+        for level, rest in enumerate(charged):
+            if rest:
+                yield f"level {level}: {rest} are filed among the charged and are not"
 
     def _place_of(self, node: Node, level: int) -> tuple[bool, tuple[float, int, int]] | None:
         """Of a leaf of this level; None where it may not leave now."""
@@ -139,6 +165,7 @@ class Victims:
             or bool(residency.copy_below(node, last, last + 1, level)[0])
             or (node.partial and last == node.n - 1)
             or self._is_spare(level, node, last)
+            or node.charge > 0  # it can be fetched again, or is computed again; only what is ordinary is worth a copy
         )
         key = node.last_use.item(last)
         if node.marks is not None and not self.state.specs[level].persistent:
