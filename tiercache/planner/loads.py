@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from tiercache.arrays import as_index, count_levels, counting, first_false, first_true, present, true_at
 from tiercache.index import Path
-from tiercache.keys import chain_idents
 from tiercache.planner.demotion import Demotion
-from tiercache.planner.quota import CHARGE, Quota
+from tiercache.planner.fetches import Fetches
+from tiercache.planner.quota import Quota
 from tiercache.planner.state import Flight, PlannerState
 from tiercache.slots import RESIDENT, WRITING
 from tiercache.types import CALLER, Bools, Idents, Slots
@@ -66,7 +66,7 @@ class Loads:
     def __init__(self, state: PlannerState, demotion: Demotion, quota: Quota | None = None) -> None:
         self.state = state
         self.demotion = demotion
-        self.quota = quota
+        self.fetches = Fetches(state, demotion, quota)
         self._ids = itertools.count(1)
         self.open: dict[int, Load] = {}
         """Not done, or done and still held, by id."""
@@ -120,7 +120,7 @@ class Loads:
         if online[0] and all(map(residency.is_whole, path.nodes)):
             return np.zeros(gathered.shape[1], dtype=np.int8)
         best = residency.best_level(residency.states(gathered), online)
-        if self.quota is not None and (not rows or self.state.online(residency.levels)):
+        if self.state.remote is not None and (not rows or self.state.online(residency.levels)):
             lacking = true_at(best < 0)
             best[lacking[self.is_fetched(gathered[0, lacking])]] = residency.levels
         return best
@@ -136,28 +136,6 @@ class Loads:
         fetched[fetched] = loading & (self.state.residency.tables[0].state[mine] == WRITING)
         return fetched
 
-    def _make_room(self, path: Path, need: NDArray[np.int64]) -> int:
-        """Free slots of level 0 for blocks at these positions, the charged ones within the quota; for how many."""
-        if self.quota is None:
-            return self.demotion.make_room(0, len(need))
-        ordinary = int((need < self.quota.first_charged(path)).sum())
-        return self.demotion.make_room(0, ordinary + self.quota.admit(0, len(need) - ordinary))
-
-    def _more_idents(self, path: Path, symbols: bytes, more: int) -> Idents:
-        """Idents of so many blocks of a prompt after its path."""
-        width, begin = self.state.residency.width, path.blocks
-        parent = path.nodes[-1].idents.item(path.take - 1) if path else self.state.root_ident
-        return chain_idents(symbols[begin * width : (begin + more) * width], width, parent)
-
-    def _grow(self, path: Path, symbols: bytes, idents: Idents) -> None:
-        """Add the blocks of a prompt after its path to the tree and to the path, charged; they have no slots yet."""
-        width, begin = self.state.residency.width, path.blocks
-        run = symbols[begin * width : (begin + len(idents)) * width]
-        node, _ = self.state.residency.extend(path, run, idents, False, CHARGE)
-        if not path or path.nodes[-1] is not node:
-            path.nodes.append(node)
-        path.take = node.n
-
     def _to_level(
         self, path: Path, gathered: NDArray[np.int32], best: NDArray[np.int8], n: int, symbols: bytes
     ) -> Load:
@@ -167,14 +145,14 @@ class Loads:
         need = true_at(gathered[0, :n] < 0)
         if len(need):
             with state.keep(gathered):
-                got = self._make_room(path, need)
+                got = self.fetches.make_room(path, need)
             if got < len(need):
                 n = int(need[got])
                 need = need[:got]
         fresh = residency.tables[0].take(len(need))
         if len(need):
             if n > path.blocks:
-                self._grow(path, symbols, self._more_idents(path, symbols, n - path.blocks))
+                self.fetches.grow(path, symbols, self.fetches.idents(path, symbols, n - path.blocks))
             gathered[0, need] = fresh
             self._place(path, need, fresh)
         slots = gathered[0, :n].copy()
@@ -217,7 +195,7 @@ class Loads:
             return load
         known, idents = path.blocks, path.idents()[:n]
         if n > known:
-            idents = np.concatenate((idents, self._more_idents(path, symbols, n - known)))
+            idents = np.concatenate((idents, self.fetches.idents(path, symbols, n - known)))
         rows = counting(0, n)
         also_rows = np.full(n, -1, dtype=np.int32)
         last = residency.levels - 1
@@ -234,23 +212,16 @@ class Loads:
         if n > known:
             upper = state.memory_level
             with state.keep(gathered):
-                slots = self._take_charged(upper, n - known)
+                slots = self.fetches.take(upper, n - known)
             if len(slots):
                 also_rows[known : known + len(slots)] = slots
-                self._grow(path, symbols, idents[known : known + len(slots)])
+                self.fetches.grow(path, symbols, idents[known : known + len(slots)])
                 self._place(path, np.arange(known, known + len(slots)), slots, upper)
         for begin, end in _stretches(rows, best[:n]):
             source, at = int(best[begin]), slice(begin, end)
             also = (upper, also_rows[at]) if source >= last and (also_rows[at] >= 0).any() else None
             self._add_segment(load, source, self._from(gathered, source, at), rows[at], idents[at], begin, also)
         return load
-
-    def _take_charged(self, level: int, want: int) -> Slots:
-        """Up to so many slots within the quota, where they are easy to free."""
-        if self.quota is None or not self.state.online(level):
-            return np.empty(0, dtype=np.int32)
-        got = self.demotion.room.free(level, self.quota.admit(level, want))
-        return self.state.residency.tables[level].take(got)
 
     def _place(self, path: Path, positions: NDArray[np.int64], slots: Slots, level: int = 0) -> None:
         """Give the blocks at these path positions (ascending) their slots."""
@@ -272,13 +243,11 @@ class Loads:
         also: tuple[int, Slots] | None = None,
     ) -> None:
         """Queue blocks from path position `row` on in jobs of at most `load_job_blocks`; pins their sources."""
-        specs, remote = self.state.specs, self.state.remote
+        specs, step = self.state.specs, self.fetches.job_blocks()
         if source < len(specs):
             levels = [source] + [0] * (not load.endpoint) + ([also[0]] if also is not None else [])
             step = self.state.limits.load_job_blocks([specs[level] for level in levels])
             self.state.residency.pin(source, src.astype(np.int32))
-        else:
-            step = remote.job_blocks(specs[0].block_nbytes) if remote is not None else 1
         if also is not None:
             self.state.residency.pin(also[0], present(also[1]))
         self._filling[as_index(_filled(load, dst, also))] = load.id
