@@ -201,10 +201,11 @@ class Planner:
         """
         self.state.now = now
         walk = self._walk(symbols, want, epoch)
-        more, known = 0, None
-        if self.finds is not None and epoch == self.state.epoch:
-            more, known = self.finds.known(symbols, walk.blocks, want), walk.blocks
-        load = self.loads.plan(walk.path, want, endpoint, symbols, more)
+        if self.finds is None or epoch != self.state.epoch:
+            known, load = None, self.loads.plan(walk.path, want, endpoint)
+        else:
+            known, more = walk.blocks, self.finds.known(symbols, walk.blocks, want)
+            load = self.loads.plan(walk.path, want, endpoint, symbols, more)
         if load.blocks and prompt_blocks is not None:
             self.uses.note(walk.path.shorten(load.blocks), max(0, prompt_blocks - load.blocks), known)
             if self.quota is not None:
@@ -384,9 +385,11 @@ class Planner:
         return dropped
 
     def under_way(self) -> UnderWay:
-        """What is being copied now (delayed writes are not), for `is_over`."""
-        jobs = frozenset(each.job.id for each in self.state.jobs.values() if not each.delayed or each.expedited)
-        return UnderWay(jobs, tuple(load for load in self.loads.open.values() if not load.done))
+        """What is being copied now, for `is_over`: neither delayed writes, nor what comes from a key tier, which a
+        flush need not wait for."""
+        jobs = [each.job for each in self.state.jobs.values() if not each.delayed or each.expedited]
+        loads = [load for load in self.loads.open.values() if not load.done and not load.symbols]
+        return UnderWay(frozenset(job.id for job in jobs if job.symbols is None), tuple(loads))
 
     def is_over(self, under_way: UnderWay) -> bool:
         """Has all of it ended? What is overdue counts as ended: nobody waits for it any longer."""

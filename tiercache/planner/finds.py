@@ -48,6 +48,8 @@ class Finds:
         self.under_way: dict[int, Find] = {}
         """By job."""
         self._waiting: deque[Find] = deque()
+        self._overdue = 0
+        """Of those under way."""
 
     @property
     def waiting(self) -> int:
@@ -82,7 +84,11 @@ class Finds:
     def pump(self) -> None:
         """Send finds while threads are left for them."""
         state = self.state
-        while self._waiting and len(self.under_way) < state.most_jobs(self.level) and state.online(self.level):
+        while (
+            self._waiting
+            and len(self.under_way) - self._overdue < state.most_jobs(self.level)
+            and state.online(self.level)
+        ):
             find = self._waiting.popleft()
             n = find.end - find.begin
             job = CopyJob(
@@ -109,6 +115,7 @@ class Finds:
         state, breaker = self.state, self.state.breakers[self.level]
         if isinstance(message, JobOverdue):
             find.overdue = True
+            self._overdue += 1
             state.credits[self.level].lost_jobs += 1
             state.counters[self.level].overdue_jobs += 1
             breaker.failed(state.now)
@@ -116,13 +123,14 @@ class Finds:
             return
         del self.under_way[message.job]
         if find.overdue:
+            self._overdue -= 1
             state.credits[self.level].lost_jobs -= 1
             return
         if message.reason in ("io", "deadline"):
             breaker.failed(state.now)
         elif message.reason:
             breaker.undecided()
-        else:
+        elif breaker.retry_at is not None:  # it answers again; that loads fail is not forgotten for an answer
             breaker.succeeded()
         if message.reason:
             self._failed(find)

@@ -80,13 +80,15 @@ class Loads:
     def plan(self, path: Path, want: int, endpoint: int, symbols: bytes = b"", more: int = 0) -> Load:
         """Start bringing the readable blocks among the first `want` of `path`. Mutates: slots, pins, outbox.
 
-        more: blocks of the prompt (`symbols`) after the path to fetch from the key tier; those that get slots are added
-        to the path. The load may be shorter than wanted, also empty; it may be done at once.
+        symbols: of the prompt, where there is a key tier. more: blocks of it after the path to fetch from there; those
+        that get slots are added to the path. The load may be shorter than wanted, also empty; it may be done at once.
         """
         state, residency = self.state, self.state.residency
         gathered = residency.index.gather(path)[:, :want]
         best = self._sources(path, gathered, bool(endpoint))
         n = first_true(best < 0)
+        if symbols and not more and not (best == residency.levels).any():
+            symbols = b""
         if more and n == path.blocks:
             n += more
             gathered = np.concatenate((gathered, np.full((residency.levels, more), -1, dtype=np.int32)), axis=1)

@@ -4,7 +4,14 @@ The suites are in `tier_suite`, `key_tier_suite` and `cache_suite`, the only mod
 """
 
 from tiercache.testing.faults import FaultPlan, FaultyFiles
-from tiercache.testing.key_tiers import FaultyKeyTier, HangingKeyTier, MemoryKeyTier, SlowKeyTier, WrappedKeyTier
+from tiercache.testing.key_tiers import (
+    FaultyKeyTier,
+    HangingKeyTier,
+    MemoryKeyTier,
+    SlowKeyTier,
+    WrappedKeyTier,
+    put_blocks,
+)
 from tiercache.testing.stepped import SteppedMover
 from tiercache.testing.tiers import DelayingTier, FaultyTier, FlakyTier, HangingTier, WrappedTier
 
@@ -22,4 +29,5 @@ __all__ = [
     "SteppedMover",
     "WrappedKeyTier",
     "WrappedTier",
+    "put_blocks",
 ]

@@ -6,16 +6,53 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from tiercache.keys import Extra, chain_idents, chain_keys, encode_prompt, root_ident
+from tiercache.layout import KVLayout, Namespace
 from tiercache.remote.base import KeyTier, Values
+from tiercache.remote.frame import seal
 from tiercache.types import Bools
 
-__all__ = ["FaultyKeyTier", "HangingKeyTier", "KeyOp", "MemoryKeyTier", "SlowKeyTier", "WrappedKeyTier"]
+__all__ = [
+    "FaultyKeyTier",
+    "HangingKeyTier",
+    "KeyOp",
+    "MemoryKeyTier",
+    "SlowKeyTier",
+    "WrappedKeyTier",
+    "put_blocks",
+]
 
 KeyOp: TypeAlias = Literal["find", "get", "put", "remove"]
+
+
+def put_blocks(
+    tier: KeyTier,
+    tokens: Any,
+    blocks: Any,
+    *,
+    namespace: Namespace | str,
+    epoch: bytes | str,
+    block_tokens: int = 16,
+    extra: Extra | None = None,
+    deadline_s: float = 10.0,
+) -> list[bytes]:
+    """Put a prompt's blocks (array or tensor `[n, *block_shape]`, its first n) where a cache of this namespace and
+    epoch finds them. Returns their keys; OSError where one was not taken."""
+    prompt = encode_prompt(tokens, block_tokens, extra).check_ids()
+    digest = (Namespace(namespace) if isinstance(namespace, str) else namespace).digest
+    tag = epoch.encode() if isinstance(epoch, str) else epoch
+    rows = KVLayout.of(blocks).rows(blocks)
+    symbols = prompt.symbols[: rows.n * prompt.symbol_nbytes]
+    idents = chain_idents(symbols, prompt.symbol_nbytes, root_ident(digest, tag))
+    keys = chain_keys(symbols, prompt.symbol_nbytes, digest, tag)
+    payload = rows.take(0, rows.n)
+    if not tier.put(keys, seal(payload, payload.shape[1], idents), deadline_s).all():
+        raise OSError(f"{tier.name} did not take all of {rows.n} blocks")
+    return keys
 
 
 class MemoryKeyTier:
