@@ -91,7 +91,9 @@ class Running:
     def ends(self):
         """(level, slots, is written) of every end that is a level."""
         job = self.job
-        found = [(job.src_level, job.src_slots.tolist(), False), (job.dst_level, job.dst_slots.tolist(), True)]
+        found = [(job.dst_level, job.dst_slots.tolist(), True)]
+        if job.symbols is None:
+            found.append((job.src_level, job.src_slots.tolist(), False))
         if job.also_slots is not None:
             found.append((job.also_level, [slot for slot in job.also_slots.tolist() if slot >= 0], True))
         return [each for each in found if each[0] != CALLER]
@@ -126,6 +128,10 @@ class Bench:
         self.announced: set[int] = set()
         self.pins: list = []
         self.tokens: dict[int, Token] = {}
+        self.shared: set[Token] = set()
+        """What the key tier holds."""
+        self.finds: dict[int, CopyJob] = {}
+        """Finds that were sent and not answered."""
         self.messages: list = []
         self._endpoints = itertools.count(1)
         self._seen_jobs: set[int] = set()
@@ -258,7 +264,11 @@ class Bench:
         """Take what the planner asks for, as a referee."""
         for message in self.planner.take_messages():
             self.messages.append(message)
-            if isinstance(message, CopyJob):
+            if isinstance(message, CopyJob) and message.kind == "find":
+                assert message.id not in self._seen_jobs and message.epoch == self.epoch
+                self._seen_jobs.add(message.id)
+                self.finds[message.id] = message
+            elif isinstance(message, CopyJob):
                 self._take_job(message)
             elif isinstance(message, Forget):
                 self._forget(message.slots.tolist())
@@ -294,6 +304,8 @@ class Bench:
         self.running[job.id] = running
 
     def _source(self, job):
+        if job.symbols is not None:
+            return [self.tokens[ident] for ident in job.idents.tolist()]
         if job.src_level == CALLER:
             rows = self.rows[job.endpoint]
             return [rows[row] for row in job.src_slots.tolist()]
@@ -369,6 +381,10 @@ class Bench:
                 mask[i], reason = False, reason or "checksum"
             else:
                 assert before == after, f"the source of {running.tokens[i]} changed under job {job_id}"
+        if job.symbols is not None:
+            assert self._asked(job) == running.tokens, f"job {job_id} names blocks that its symbols do not"
+            here = np.array([token in self.shared for token in running.tokens])
+            mask, reason = mask & here, reason or ("" if here.all() else "missing")
         for i, token in enumerate(running.tokens):
             good = bool(mask[i]) and not running.overdue
             if job.dst_level == CALLER:
@@ -384,6 +400,40 @@ class Bench:
         self._over(outcome.loads)
         self.take()
         return outcome
+
+    def _asked(self, job) -> list[Token]:
+        """The blocks that a job at the key tier is about, by its symbols."""
+        letters = struct.unpack(f"<{len(job.symbols) // 4}i", job.symbols)[:: WIDTH // 4]
+        prompt = "".join(map(chr, letters))
+        return [(job.epoch, prompt[: at + 1]) for at in job.src_slots.tolist()]
+
+    def share(self, prompt):
+        """Another cache puts this prompt's blocks into the key tier."""
+        self.shared.update(self.tokens_of(prompt))
+
+    def answer(self, job_id=None, reason=""):
+        """The key tier answers a find (None: the oldest), or fails to."""
+        job = self.finds.pop(job_id or next(iter(self.finds)))
+        ok = np.array([not reason and token in self.shared for token in self._asked(job)], dtype=np.bool_)
+        outcome = self.planner.commit(JobResult(job.id, ok, 0, 0.001, reason=reason), self.now)
+        self._over(outcome.loads)
+        self.take()
+
+    def hang_find(self, rng):
+        """One of the finds under way passes its deadline; `answer` then stands for the return of its thread."""
+        under_way = self.planner.finds.under_way
+        jobs = [job for job in self.finds if not under_way[job].overdue]
+        if jobs:
+            self._over(self.planner.commit(JobOverdue(rng.choice(jobs)), self.now).loads)
+            self.take()
+
+    def asked(self, prompt):
+        """What a lookup finds once everything it asked for is answered."""
+        found = self.lookup(prompt)
+        self.take()
+        while self.finds:
+            self.answer()
+        return self.lookup(prompt) if found.pending else found
 
     def _arrive(self, running, level, slot, token):
         self.content[level][slot] = token
@@ -523,7 +573,7 @@ class Bench:
     def _check_bounds(self):
         limits, levels = self.limits, range(len(self.specs))
         inbound, loaded, written_out, delayed = [[0 for _ in levels] for _ in range(4)]
-        jobs = [0 for _ in levels]
+        jobs = [0 for _ in range(len(self.specs) + 1)]
         for running in self.running.values():
             job = running.job
             if running.overdue:
@@ -565,6 +615,9 @@ class Bench:
 
     def finish(self):
         """Let everything end; nothing may be left over."""
+        self.take()
+        while self.finds:
+            self.answer()
         for _ in range(1000):
             for held in list(self.pins):
                 self.unpin(held)

@@ -135,8 +135,7 @@ class Planner:
         blocks, pending, by_level = self._reach(walk.path)
         remote = 0
         if self.finds is not None and blocks < n:
-            remote, pending = self._reach_further(walk, symbols, n, blocks, pending)
-            blocks += remote
+            blocks, pending, by_level, remote = self._reach_further(walk, symbols, n)
         if not again:
             state.totals.lookups += 1
             state.totals.lookup_blocks += n
@@ -148,19 +147,26 @@ class Planner:
             return Found(blocks, by_level, pending, walk.words, load_s, walk.path.is_plain())
         return Found(blocks, by_level, pending, walk.words, load_s + self.finds.estimate(remote), False, remote)
 
-    def _reach_further(self, walk: Walk, symbols: bytes, n: int, blocks: int, pending: int) -> tuple[int, int]:
-        """How many of the blocks after the readable ones come from the key tier (those being fetched now are joined by
-        a load), and how many after these are pending. Asks for what is not known."""
+    def _reach_further(self, walk: Walk, symbols: bytes, n: int) -> tuple[int, int, tuple[int, ...], int]:
+        """The same with the key tier, whose blocks come last: those being fetched now, which a load joins, and those
+        hinted at. Asks for what is not known."""
         assert self.finds is not None
-        remote = 0
-        if pending:
-            slots = self.state.residency.index.gather(walk.path)[0, blocks : blocks + pending]
-            remote = first_false(self.loads.is_fetched(slots))
-            pending -= remote
-        if blocks + remote + pending < walk.blocks:
-            return remote, pending  # a hole in the path itself
-        there, asked = self.finds.look(symbols, walk.blocks, n)
-        return (remote, pending + there + asked) if pending else (remote + there, asked)
+        levels, gathered = len(self.levels), self.state.residency.index.gather(walk.path)
+        best = self.loads.sources(walk.path, gathered, False)
+        blocks = first_true(best < 0)
+        *by_level, remote = count_levels(best[:blocks], levels + 1)
+        pending = 0
+        if blocks < walk.blocks:
+            states = self.state.residency.states(gathered[:, blocks:])
+            pending = first_false(np.asarray((states == WRITING).any(axis=0)))
+        if blocks + pending == walk.blocks:  # else there is a hole in the path itself
+            there, asked = self.finds.look(symbols, walk.blocks, n)
+            if pending:
+                pending += there
+            else:
+                blocks, remote = blocks + there, remote + there
+            pending += asked
+        return blocks, pending, tuple(by_level), remote
 
     def asks(self) -> bool:
         """Has a lookup something to ask the key tier? Then `take_messages`."""

@@ -12,7 +12,10 @@ from tiercache.planner.quota import CHARGE, Quota
 from tiercache.planner.state import PlannerState
 from tiercache.types import Idents, Slots
 
-__all__ = ["Fetches"]
+__all__ = ["JOB_NBYTES", "Fetches"]
+
+JOB_NBYTES = 16 << 20
+"""What one job reads from a key tier at most, unless that is less than a block."""
 
 
 class Fetches:
@@ -54,6 +57,5 @@ class Fetches:
         path.take = node.n
 
     def job_blocks(self) -> int:
-        """Blocks of one job at the key tier."""
-        remote = self.state.remote
-        return 1 if remote is None else remote.job_blocks(self.state.specs[0].block_nbytes)
+        """Blocks of one job at the key tier: as many as credits for one job cover, and no more than JOB_NBYTES."""
+        return max(1, min(self.state.limits.job_blocks, JOB_NBYTES // self.state.specs[0].block_nbytes))

@@ -25,7 +25,7 @@ class Known(NamedTuple):
     there: int
     """So many that a key tier should have,"""
     asked: int
-    """so many after these for which it is being asked,"""
+    """so many after these for which it is being asked (or that should be there, below one for which it is),"""
     missing: bool
     """and the block after these is one that it lacks, or could not say or bring."""
 
@@ -54,7 +54,7 @@ class Hints:
                 said.append(np.where(node.last_use[first:take] > now, node.uses[first:take], UNKNOWN))
         states = np.concatenate(said) if said else np.empty(0, dtype=np.uint32)
         there = first_false(states == THERE)
-        asked = first_false(states[there:] == ASKED)
+        asked = first_false((states[there:] == ASKED) | (states[there:] == THERE))
         at = there + asked
         return Known(there, asked, at < len(states) and int(states[at]) == MISSING)
 

@@ -85,7 +85,7 @@ class Loads:
         """
         state, residency = self.state, self.state.residency
         gathered = residency.index.gather(path)[:, :want]
-        best = self._sources(path, gathered, bool(endpoint))
+        best = self.sources(path, gathered, bool(endpoint))
         n = first_true(best < 0)
         if symbols and not more and not (best == residency.levels).any():
             symbols = b""
@@ -115,7 +115,7 @@ class Loads:
         self._settle(load)
         return load
 
-    def _sources(self, path: Path, gathered: NDArray[np.int32], rows: bool) -> NDArray[np.int8]:
+    def sources(self, path: Path, gathered: NDArray[np.int32], rows: bool) -> NDArray[np.int8]:
         """The level that each block comes from, -1: from none. What is being fetched from the key tier comes from
         there: a load into slots joins it, one into the caller's `rows` reads it once more."""
         residency, online = self.state.residency, self.state.online_levels()

@@ -39,10 +39,6 @@ LOAD_JOB_NBYTES = 64 << 20
 """What one job reads from a disk at most, unless that is less than 64 blocks: a fraction of its deadline's worth."""
 
 
-REMOTE_JOB_NBYTES = 16 << 20
-"""What one job reads from a key tier at most, unless that is less than a block."""
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds that the planner counts, per level unless said otherwise."""
@@ -91,10 +87,6 @@ class RemoteLimits:
     hint_blocks: int = 1 << 18
     pool_threads: int = 8
     waiting_finds: int = 64
-
-    def job_blocks(self, block_nbytes: int) -> int:
-        """Blocks of one job of a load: up to 64, and up to 16 MiB."""
-        return max(1, min(64, REMOTE_JOB_NBYTES // block_nbytes))
 
 
 @dataclass(slots=True)
