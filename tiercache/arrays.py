@@ -8,6 +8,8 @@ Slots mostly lie side by side, and masks are mostly all alike: both need none of
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +24,7 @@ __all__ = [
     "first_false",
     "first_true",
     "present",
+    "stretches_of",
     "true_at",
 ]
 
@@ -100,3 +103,16 @@ def count_levels(labels: NDArray[np.int8], levels: int) -> tuple[int, ...]:
 def counting(begin: int, end: int) -> NDArray[np.int32]:
     """The numbers from `begin` to `end` (exclusive); only to be read."""
     return _NUMBERS[begin:end] if end <= len(_NUMBERS) else np.arange(begin, end, dtype=np.int32)
+
+
+def stretches_of(positions: NDArray[np.int64] | NDArray[np.int32], label: NDArray[np.generic]) -> list[tuple[int, int]]:
+    """Bounds of the stretches of `positions` that follow each other and carry one label.
+
+    `label` is per path position where it is longer than `positions`, else per entry.
+    """
+    if len(positions) == 0:
+        return []
+    mine = label if len(label) == len(positions) else label[positions]
+    cuts = true_at((positions[1:] - positions[:-1] != 1) | (mine[1:] != mine[:-1])) + 1
+    bounds = [0, *cuts.tolist(), len(positions)]
+    return list(itertools.pairwise(bounds))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from tiercache.arrays import counting
 from tiercache.index import Path
 from tiercache.keys import chain_idents
 from tiercache.planner.demotion import Demotion
@@ -12,7 +13,7 @@ from tiercache.planner.quota import CHARGE, Quota
 from tiercache.planner.state import PlannerState
 from tiercache.types import Idents, Slots
 
-__all__ = ["JOB_NBYTES", "Fetches"]
+__all__ = ["JOB_NBYTES", "Fetches", "source_slots"]
 
 JOB_NBYTES = 16 << 20
 """What one job reads from a key tier at most, unless that is less than a block."""
@@ -59,3 +60,8 @@ class Fetches:
     def job_blocks(self) -> int:
         """Blocks of one job at the key tier: as many as credits for one job cover, and no more than JOB_NBYTES."""
         return max(1, min(self.state.limits.job_blocks, JOB_NBYTES // self.state.specs[0].block_nbytes))
+
+
+def source_slots(gathered: NDArray[np.int32], source: int, at: slice) -> NDArray[np.int32]:
+    """The slots (`gathered[levels, n]`) that blocks are read from; at the key tier, their positions in the prompt."""
+    return gathered[source, at] if source < len(gathered) else counting(at.start, at.stop)

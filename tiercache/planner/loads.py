@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercache.arrays import as_index, count_levels, counting, first_false, first_true, present, true_at
+from tiercache.arrays import as_index, count_levels, counting, first_false, first_true, present, stretches_of, true_at
 from tiercache.index import Path
 from tiercache.planner.demotion import Demotion
-from tiercache.planner.fetches import Fetches
+from tiercache.planner.fetches import Fetches, source_slots
 from tiercache.planner.quota import Quota
 from tiercache.planner.state import Flight, PlannerState
 from tiercache.slots import RESIDENT, WRITING
@@ -166,25 +166,11 @@ class Loads:
         writing = residency.tables[0].state[as_index(slots)] == WRITING
         if writing.any():
             self._join(load, slots[writing])
-        for begin, end in _stretches(need, best):
+        for begin, end in stretches_of(need, best):
             first = int(need[begin])
             source, at = int(best[first]), slice(first, first + end - begin)
-            self._add_segment(load, source, self._from(gathered, source, at), fresh[begin:end], idents[at], first)
+            self._add_segment(load, source, source_slots(gathered, source, at), fresh[begin:end], idents[at], first)
         return load
-
-    @staticmethod
-    def _from(gathered: NDArray[np.int32], source: int, at: slice) -> NDArray[np.int32]:
-        """The slots that blocks are read from; of the key tier, their positions in the prompt."""
-        return gathered[source, at] if source < len(gathered) else counting(at.start, at.stop)
-
-    def _join(self, load: Load, slots: Slots) -> None:
-        """Wait for whatever fills these slots: jobs of loads and stores, or loads that have yet to submit one."""
-        for job in np.unique(self.state.filler[slots]).tolist():
-            if job:
-                self._wait_for(load, job)
-        for other in np.unique(self._filling[slots]).tolist():
-            if other:
-                self.open[other].joiners.append(load)
 
     def _to_caller(
         self, path: Path, gathered: NDArray[np.int32], best: NDArray[np.int8], n: int, endpoint: int, symbols: bytes
@@ -219,17 +205,17 @@ class Loads:
                 also_rows[known : known + len(slots)] = slots
                 self.fetches.grow(path, symbols, idents[known : known + len(slots)])
                 self._place(path, np.arange(known, known + len(slots)), slots, upper)
-        for begin, end in _stretches(rows, best[:n]):
+        for begin, end in stretches_of(rows, best[:n]):
             source, at = int(best[begin]), slice(begin, end)
             also = (upper, also_rows[at]) if source >= last and (also_rows[at] >= 0).any() else None
-            self._add_segment(load, source, self._from(gathered, source, at), rows[at], idents[at], begin, also)
+            self._add_segment(load, source, source_slots(gathered, source, at), rows[at], idents[at], begin, also)
         return load
 
     def _place(self, path: Path, positions: NDArray[np.int64], slots: Slots, level: int = 0) -> None:
         """Give the blocks at these path positions (ascending) their slots."""
         starts = path.starts()
         node_of = np.searchsorted(starts, positions, side="right") - 1
-        for begin, end in _stretches(positions, node_of):
+        for begin, end in stretches_of(positions, node_of):
             node = path.nodes[int(node_of[begin])]
             at = int(positions[begin] - starts[node_of[begin]])
             self.state.residency.place(node, at, level, slots[begin:end])
@@ -431,16 +417,3 @@ def _filled(load: Load, dst: NDArray[np.int32], also: tuple[int, Slots] | None) 
     if also is not None and also[0] == 0:
         return present(also[1])
     return np.empty(0, dtype=np.int32)
-
-
-def _stretches(positions: NDArray[np.int64] | NDArray[np.int32], label: NDArray[np.generic]) -> list[tuple[int, int]]:
-    """Bounds of the stretches of `positions` that follow each other and carry one label.
-
-    `label` is per path position where it is longer than `positions`, else per entry.
-    """
-    if len(positions) == 0:
-        return []
-    mine = label if len(label) == len(positions) else label[positions]
-    cuts = true_at((positions[1:] - positions[:-1] != 1) | (mine[1:] != mine[:-1])) + 1
-    bounds = [0, *cuts.tolist(), len(positions)]
-    return list(itertools.pairwise(bounds))
