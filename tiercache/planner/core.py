@@ -22,6 +22,7 @@ from tiercache.planner.explain import Stretch, explain_path
 from tiercache.planner.finds import Finds
 from tiercache.planner.loads import Load, Loads
 from tiercache.planner.quota import Quota
+from tiercache.planner.reach import reach_further
 from tiercache.planner.recovery import restore
 from tiercache.planner.results import Outcome, Results
 from tiercache.planner.room import Room
@@ -135,7 +136,7 @@ class Planner:
         blocks, pending, by_level = self._reach(walk.path)
         remote = 0
         if self.finds is not None and blocks < n:
-            blocks, pending, by_level, remote = self._reach_further(walk, symbols, n)
+            blocks, pending, by_level, remote = reach_further(self.state, self.loads, self.finds, walk, symbols, n)
         if not again:
             state.totals.lookups += 1
             state.totals.lookup_blocks += n
@@ -146,27 +147,6 @@ class Planner:
         if self.finds is None or not remote:
             return Found(blocks, by_level, pending, walk.words, load_s, walk.path.is_plain())
         return Found(blocks, by_level, pending, walk.words, load_s + self.finds.estimate(remote), False, remote)
-
-    def _reach_further(self, walk: Walk, symbols: bytes, n: int) -> tuple[int, int, tuple[int, ...], int]:
-        """The same with the key tier, whose blocks come last: those being fetched now, which a load joins, and those
-        hinted at. Asks for what is not known."""
-        assert self.finds is not None
-        levels, gathered = len(self.levels), self.state.residency.index.gather(walk.path)
-        best = self.loads.sources(walk.path, gathered, False)
-        blocks = first_true(best < 0)
-        *by_level, remote = count_levels(best[:blocks], levels + 1)
-        pending = 0
-        if blocks < walk.blocks:
-            states = self.state.residency.states(gathered[:, blocks:])
-            pending = first_false(np.asarray((states == WRITING).any(axis=0)))
-        if blocks + pending == walk.blocks:  # else there is a hole in the path itself
-            there, asked = self.finds.look(symbols, walk.blocks, n)
-            if pending:
-                pending += there
-            else:
-                blocks, remote = blocks + there, remote + there
-            pending += asked
-        return blocks, pending, tuple(by_level), remote
 
     def asks(self) -> bool:
         """Has a lookup something to ask the key tier? Then `take_messages`."""

@@ -172,6 +172,15 @@ class Loads:
             self._add_segment(load, source, source_slots(gathered, source, at), fresh[begin:end], idents[at], first)
         return load
 
+    def _join(self, load: Load, slots: Slots) -> None:
+        """Wait for whatever fills these slots: jobs of loads and stores, or loads that have yet to submit one."""
+        for job in np.unique(self.state.filler[slots]).tolist():
+            if job:
+                self._wait_for(load, job)
+        for other in np.unique(self._filling[slots]).tolist():
+            if other:
+                self.open[other].joiners.append(load)
+
     def _to_caller(
         self, path: Path, gathered: NDArray[np.int32], best: NDArray[np.int8], n: int, endpoint: int, symbols: bytes
     ) -> Load:
