@@ -151,7 +151,7 @@ class TieredKVCache:
         if planner.begins(symbols):  # else it need not be encoded to the end to be told so
             symbols = prompt.symbols
         found = planner.lookup(symbols, prompt.n, self._link.clock(), tail, again)
-        if planner.asks():
+        if found.pending and planner.asks():
             self._link.hand_over(stack)
         return match_of(found, prompt, symbols, stack.specs, planner.epoch)
 

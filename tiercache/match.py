@@ -119,11 +119,11 @@ def no_match(prompt: Prompt, epoch: bytes) -> Match:
 def match_of(found: Found, prompt: Prompt, symbols: bytes, specs: Sequence[LevelSpec], epoch: bytes) -> Match:
     """What the planner found of a prompt, in the caller's terms. ValueError where an id could have passed for another
     kind of symbol."""
+    by_tier = {spec.name: count for spec, count in zip(specs, found.by_level, strict=True)}
     if not found.plain:
         prompt.check_ids()
-    by_tier = {spec.name: count for spec, count in zip(specs, found.by_level, strict=True)}
-    if found.remote:
-        by_tier[REMOTE_NAME] = found.remote
+        if found.remote:
+            by_tier[REMOTE_NAME] = found.remote
     tokens, diverged = min(found.blocks * prompt.block_tokens, prompt.tokens), diverged_at(prompt, found.words)
     size = prompt.block_tokens
     pending, load_s = found.pending, found.load_s

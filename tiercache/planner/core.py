@@ -125,7 +125,7 @@ class Planner:
 
     def begins(self, first: bytes) -> bool:
         """Does any cached prompt begin with this symbol, or may one do so elsewhere?"""
-        return self.finds is not None or first in self.state.residency.index.root.children
+        return first in self.state.residency.index.root.children or self.finds is not None
 
     def lookup(self, symbols: bytes, n: int, now: float, tail: bytes = b"", again: bool = False) -> Found:
         """How many leading blocks of a prompt have a readable copy. Mutates statistics only; with `again` (the same
@@ -135,7 +135,7 @@ class Planner:
         walk = residency.index.walk(symbols, n, tail)
         blocks, pending, by_level = self._reach(walk.path)
         remote = 0
-        if self.finds is not None and blocks < n:
+        if blocks < n and self.finds is not None:
             blocks, pending, by_level, remote = reach_further(self.state, self.loads, self.finds, walk, symbols, n)
         if not again:
             state.totals.lookups += 1
@@ -144,7 +144,7 @@ class Planner:
             if walk.path and walk.blocks < n:
                 walk.path.nodes[-1].exits += 1
         load_s = self._estimate(by_level) if blocks else 0.0
-        if self.finds is None or not remote:
+        if not remote or self.finds is None:
             return Found(blocks, by_level, pending, walk.words, load_s, walk.path.is_plain())
         return Found(blocks, by_level, pending, walk.words, load_s + self.finds.estimate(remote), False, remote)
 
