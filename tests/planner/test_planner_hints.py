@@ -65,15 +65,29 @@ def test_prompts_that_diverge_inside_a_run():
     assert known(each, "abcxyz") == (1, 0, False)
 
 
-def test_bounded_and_what_ends_soonest_goes_first():
+def test_bounded_and_what_was_noted_longest_ago_goes_first():
     each = hints(capacity=40)
     for i in range(26):
         note(each, chr(97 + i) * 4, 0, 4, THERE, until=100.0 + i)
         assert len(each) <= 40
     assert known(each, "zzzz") == (4, 0, False)
     assert known(each, "aaaa") == (0, 0, False)
+    note(each, "zz", 0, 2, THERE, until=50.0)
+    assert known(each, "zzzz", now=40.0) == (4, 0, False)
     note(each, "q" * 200, 0, 200, THERE, until=50.0)
     assert len(each) <= 40
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bounded_whatever_the_tree(seed):
+    rng, each = random.Random(seed), hints(capacity=30)
+    for _ in range(400):
+        prompt = "".join(rng.choice("ab") for _ in range(rng.randint(1, 12)))
+        begin = rng.randint(0, len(prompt) - 1)
+        note(each, prompt, begin, rng.randint(begin + 1, len(prompt)), THERE)
+        assert len(each) <= 30
+    note(each, "c" * 20, 0, 20, THERE)
+    assert known(each, "c" * 20) == (20, 0, False)
 
 
 def test_clear():

@@ -1,11 +1,12 @@
 """Hints: what a key tier said it has, and lacks, for as long as that may be believed.
 
 A second radix tree over symbols, without a slot anywhere: a hint is no copy, pins nothing and keeps nothing alive. Per
-block it holds what was said and until when. Bounded; what ends soonest goes first, whole runs at a time.
+block it holds what was said and until when. Bounded; what was noted longest ago goes first, whole runs at a time.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,8 @@ class Hints:
         self._width = width
         self.capacity = capacity
         self._index = PrefixIndex(width, ())
+        self._noted: OrderedDict[Node, None] = OrderedDict()
+        """Every leaf, and maybe others, those that were noted longest ago first."""
 
     def __len__(self) -> int:
         return self._index.blocks
@@ -44,6 +47,7 @@ class Hints:
     def clear(self) -> None:
         """Know nothing."""
         self._index = PrefixIndex(self._width, ())
+        self._noted.clear()
 
     def known(self, symbols: bytes, begin: int, n: int, now: float) -> Known:
         """What is known of blocks `[begin, n)` of a prompt. Mutates nothing."""
@@ -75,20 +79,19 @@ class Hints:
             first = max(0, begin - node.depth)
             node.uses[first:take] = state
             node.last_use[first:take] = until
-        if self._index.blocks > self.capacity:
-            self._shrink()
+        if path:
+            self._noted[path.nodes[-1]] = None
+            self._noted.move_to_end(path.nodes[-1])
+        self._shrink()
 
     def _shrink(self) -> None:
-        """Let go of a quarter: the leaves whose hints end soonest."""
-        target = self.capacity * 3 // 4
-        while self._index.blocks > target:
-            leaves = [node for node in self._index.walk_nodes() if not node.children]
-            leaves.sort(key=_ends)
-            for leaf in leaves:
-                if self._index.blocks <= target:
-                    return
-                self._index.trim(leaf)
-
-
-def _ends(node: Node) -> float:
-    return float(node.last_use.max())
+        """Let go of the leaves that were noted longest ago."""
+        while self._index.blocks > self.capacity:
+            leaf, _ = self._noted.popitem(last=False)
+            parent = leaf.parent
+            if parent is None or leaf.children:
+                continue
+            self._index.trim(leaf)
+            if parent.parent is not None and not parent.children and parent not in self._noted:
+                self._noted[parent] = None
+                self._noted.move_to_end(parent, last=False)
