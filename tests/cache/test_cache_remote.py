@@ -300,8 +300,8 @@ def test_close_ends_in_time_while_the_key_tier_hangs(memory, op, tmp_path):
         assert cache.lookup(prompt(90)).pending == 1
     assert hanging.wait_hung()
     began = time.monotonic()
-    complete = cache.close(2.0)
-    assert time.monotonic() - began < 2.5
+    complete = cache.close(1.0)
+    assert time.monotonic() - began < 1.5
     if future is not None:
         assert future.result(1).block_count == 0
     assert complete, "what is only read is not lost"

@@ -337,7 +337,7 @@ def symbols_for(number, blocks):
     return rows.tobytes()
 
 
-def hot_set_share(quota, queued, policy="lru", capacity=51_200, prompts=320, blocks=128, rounds=4):
+def hot_set_share(quota, queued, policy="lru", capacity=51_200, prompts=160, blocks=256, rounds=3):
     """Of a local hot set that takes 80 % of the level, what share of its blocks is found, while `queued` prompts of
     64K tokens that all hit the key tier come in between; the most slots that were ever charged."""
     quick, rng = Quick(capacity, quota, policy), random.Random(1)

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from remote_steps import LEVELS, RemoteSteps
 
 QUICK = settings(
-    max_examples=6,
+    max_examples=4,
     stateful_step_count=40,
     deadline=None,
     phases=[Phase.generate],
@@ -63,7 +63,7 @@ def test_machine(kind):
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", LEVELS)
 def test_walk(kind, seed, trouble):
-    bench = walk(kind, seed, 200, trouble)
+    bench = walk(kind, seed, 100, trouble)
     counters = bench.planner.finds.counters
     assert counters.finds and counters.fetched, "nothing was asked for, or nothing came"
 

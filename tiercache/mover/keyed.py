@@ -62,7 +62,7 @@ class KeyedReads:
         """Which blocks of a job the key tier says it has."""
         job = running.job
         try:
-            return self._tier.find(self.keys(job), job.deadline_s or _NO_DEADLINE_S)
+            return _per_key(self._tier.find(self.keys(job), job.deadline_s or _NO_DEADLINE_S), job.n)
         except OSError:
             running.fail("io")
             return np.zeros(job.n, dtype=np.bool_)
@@ -71,7 +71,7 @@ class KeyedReads:
         """Read a job's blocks into `rows[n, value_nbytes]`; which of them came, and are the blocks asked for."""
         job = running.job
         try:
-            came = self._tier.get(self.keys(job), rows, job.deadline_s or _NO_DEADLINE_S)
+            came = _per_key(self._tier.get(self.keys(job), rows, job.deadline_s or _NO_DEADLINE_S), job.n)
         except OSError:
             running.fail("io")
             came = np.zeros(job.n, dtype=np.bool_)
@@ -84,3 +84,11 @@ class KeyedReads:
         elif not came.all():
             running.fail("missing")
         return good
+
+
+def _per_key(answer: object, n: int) -> Bools:
+    """A tier's answer to a batch of n keys. ValueError where it is none: numpy would spread a single value over all."""
+    ok = np.asarray(answer, dtype=np.bool_)
+    if ok.shape != (n,):
+        raise ValueError(f"a key tier answered {n} keys with {ok.shape} values")
+    return ok

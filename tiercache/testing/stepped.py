@@ -71,6 +71,7 @@ class SteppedMover:
         for message in messages:
             self.messages.append(message)
             if isinstance(message, CopyJob):
+                assert message.symbols is None, "a stepped mover has no key tier"
                 self._check_races(message)
                 self.pending[message.id] = message
                 if message.dst_level != CALLER:

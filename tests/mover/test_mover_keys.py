@@ -1,0 +1,158 @@
+"""Jobs at a key tier, in the mover alone: keys, answers, what a careless tier costs."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from mover_kit import EPOCH, WAIT_S, caller_rows, idents_of, make_job, payload, slots
+
+from tiercache.keys import chain_keys
+from tiercache.mover import KeyTierSpec, Mover, keyed
+from tiercache.remote import seal
+from tiercache.testing import HangingKeyTier, MemoryKeyTier, WrappedKeyTier
+from tiercache.tiers.dram import DRAMTier
+from tiercache.types import CALLER
+
+NBYTES = 5000
+WIDTH = 36
+N = 8
+SYMBOLS = bytes(range(N)) * WIDTH
+IDENTS = idents_of(N)
+KEYS = chain_keys(SYMBOLS, WIDTH, b"digest", EPOCH)
+ROWS = payload(N, NBYTES)
+
+
+@pytest.fixture
+def memory():
+    tier = MemoryKeyTier(100)
+    assert tier.put(KEYS, seal(ROWS, NBYTES, IDENTS), 1.0).all()
+    return tier
+
+
+@pytest.fixture
+def dram():
+    return DRAMTier(32, NBYTES)
+
+
+@pytest.fixture
+def open_mover(inbox, dram):
+    movers = []
+
+    def make(tier, threads=4):
+        movers.append(Mover([dram], inbox, epoch=EPOCH, keys=KeyTierSpec(tier, b"digest", WIDTH, threads)))
+        return movers[-1]
+
+    yield make
+    for mover in movers:
+        mover.close(WAIT_S)
+
+
+def find(job_id, positions=range(N), **more):
+    n = len(positions)
+    return make_job(job_id, 1, positions, CALLER, [], np.zeros(n, np.uint64), kind="find", symbols=SYMBOLS, **more)
+
+
+def fetch(job_id, positions=range(N), at=10, **more):
+    chosen = list(positions)
+    more = {"kind": "load", "symbols": SYMBOLS, **more}
+    return make_job(job_id, 1, chosen, 0, [at + i for i in chosen], IDENTS[chosen], **more)
+
+
+def test_a_find_answers_block_by_block(open_mover, inbox, memory):
+    memory.remove([KEYS[2], KEYS[7]], 1.0)
+    mover = open_mover(memory)
+    mover.submit([find(1), find(2, range(5, 8))])
+    assert inbox.result(1).ok.tolist() == [True, True, False, True, True, True, True, False]
+    assert inbox.result(2).ok.tolist() == [True, True, False]
+    assert inbox.result(1).reason == ""
+    assert mover.stats().levels[1].name == "remote"
+
+
+def test_a_fetch_brings_bytes_to_slots_and_rows(open_mover, inbox, memory, dram):
+    mover = open_mover(memory)
+    out = np.zeros((N, NBYTES), dtype=np.uint8)
+    mover.attach(1, caller_rows(out))
+    also = np.where(np.arange(N) < 3, np.arange(N) + 20, -1).astype(np.int32)
+    job = make_job(
+        2,
+        1,
+        range(N),
+        CALLER,
+        range(N),
+        IDENTS,
+        endpoint=1,
+        symbols=SYMBOLS,
+        kind="load",
+        also_level=0,
+        also_slots=also,
+    )
+    mover.submit([fetch(1), job])
+    assert inbox.result(1).ok.all() and inbox.result(2).ok.all()
+    assert (dram.slab[10:18, :NBYTES] == ROWS).all() and (dram.slab[20:23, :NBYTES] == ROWS[:3]).all()
+    assert (out == ROWS).all()
+    assert mover.stats().levels[1].bytes_read == 2 * N * NBYTES
+
+
+def test_what_is_missing_and_what_is_wrong(open_mover, inbox, memory, dram):
+    mover = open_mover(memory)
+    memory.remove(KEYS[4:5], 1.0)
+    mover.submit([fetch(1)])
+    assert inbox.result(1).ok.tolist() == [True] * 4 + [False] + [True] * 3
+    assert inbox.result(1).reason == "missing"
+    memory.spoil(KEYS[1], 3)
+    dram.slab[:] = 0
+    mover.submit([fetch(2)])
+    assert inbox.result(2).ok.tolist() == [True, False, True, True, False, True, True, True]
+    assert inbox.result(2).reason == "checksum"
+    assert not dram.slab[11].any() and not dram.slab[14].any(), "nothing unverified leaves the staging rows"
+
+
+def test_keys_of_one_prompt_are_made_once(open_mover, inbox, memory, monkeypatch):
+    made = []
+    monkeypatch.setattr(keyed, "chain_keys", lambda *args: made.append(1) or chain_keys(*args))
+    mover = open_mover(memory, threads=2)
+    mover.submit([find(1)])
+    assert inbox.result(1).ok.all()
+    mover.submit([fetch(2 + i, [i]) for i in range(N)])
+    assert all(inbox.result(2 + i).ok.all() for i in range(N))
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("answer", [np.ones(3, dtype=np.bool_), None, "all of them"])
+def test_an_answer_of_another_shape_is_a_failure(open_mover, inbox, memory, answer):
+    class Careless(WrappedKeyTier):
+        def find(self, keys, deadline_s):
+            return answer
+
+        get = None
+
+        def __init__(self, inner):
+            super().__init__(inner)
+            self.get = lambda keys, rows, deadline_s: answer
+
+    mover = open_mover(Careless(memory))
+    mover.submit([find(1), fetch(2)])
+    for job in (1, 2):
+        assert not inbox.result(job).ok.any() and inbox.result(job).reason == "io"
+
+
+def test_a_hung_call_keeps_nothing_open(open_mover, inbox, memory, dram):
+    """At close: no level is left to it, and what it brings later is dropped."""
+    hanging = HangingKeyTier(memory)
+    mover = open_mover(hanging)
+    hanging.hang("get", "find")
+    mover.submit([fetch(1, deadline_s=60.0), find(2, deadline_s=60.0)])
+    assert hanging.wait_hung(2)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(mover.close, 1.0).result(WAIT_S)
+    assert mover.left_open == frozenset() and dram.slab is None
+    assert inbox.of(1) == inbox.of(2) == ["JobOverdue"]
+    hanging.wake()
+    assert not inbox.result(1).ok.any() and not inbox.result(2).ok.any()
+
+
+def test_a_job_at_a_key_tier_that_is_not_there(inbox, dram):
+    mover = Mover([dram], inbox, epoch=EPOCH, keys=None)
+    with pytest.raises(IndexError):
+        mover.submit([make_job(1, 1, slots(0), 0, slots(0), IDENTS[:1], symbols=SYMBOLS[:WIDTH], kind="load")])
+    mover.close(WAIT_S)
