@@ -527,6 +527,12 @@ def test_a_remote_tier_out_of_place(tiers: list[Any], namespace: str | None, fie
     assert caught.value.field == field
 
 
+def test_a_remote_tier_beside_the_others() -> None:
+    assert load_config({"tiers": ["dram:1GiB"], "remote": Remote(KEYS), "namespace": "m"}).remote == Remote(KEYS)
+    with pytest.raises(ConfigError, match="a Remote, or nothing"):
+        load_config({"tiers": ["dram:1GiB"], "remote": "redis://h", "namespace": "m"})
+
+
 @pytest.mark.parametrize(
     ("values", "field"),
     [

@@ -315,6 +315,8 @@ class Settings:
         elif layout is not None and not isinstance(layout, KVLayout):
             raise ConfigError("layout", layout, "a KVLayout, or a table of block_shape and dtype, is needed")
         object.__setattr__(self, "namespace", _checked_namespace(self.namespace))
+        if self.remote is not None and not isinstance(self.remote, Remote):
+            raise ConfigError("remote", self.remote, "a Remote, or nothing, is needed")
         if self.remote is not None and self.namespace is None:
             raise ConfigError("namespace", None, "a remote tier is shared: name model and weights")
         object.__setattr__(self, "epoch", _checked_epoch(self.epoch))

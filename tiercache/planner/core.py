@@ -190,7 +190,8 @@ class Planner:
         if self.finds is None or epoch != self.state.epoch:
             known, load = None, self.loads.plan(walk.path, want, endpoint)
         else:
-            known, more = walk.blocks, self.finds.known(symbols, walk.blocks, want)
+            known = walk.blocks
+            more = self.finds.known(symbols, known, want) if known < want else 0
             load = self.loads.plan(walk.path, want, endpoint, symbols, more)
         if load.blocks and prompt_blocks is not None:
             self.uses.note(walk.path.shorten(load.blocks), max(0, prompt_blocks - load.blocks), known)
