@@ -17,9 +17,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "tiercache"
 
 ARROWS: list[list[str]] = [
-    ["types", "errors", "rows", "arrays", "patience"],
-    ["layout", "keys", "checksum", "config"],
-    ["policy", "index", "slots", "residency"],
+    ["types", "errors", "rows", "arrays", "patience", "words"],
+    ["layout", "keys", "checksum", "config", "hints"],
+    ["policy", "expiry", "index", "slots", "residency"],
     ["tiers", "catalog*", "directory", "scrub"],
     ["planner", "mover"],
     ["cache", "assembly", "delivery", "ending", "lifetime", "link", "loaded", "match", "stats", "__init__"],

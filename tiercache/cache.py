@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ from tiercache.delivery import AtOnce, Delivery
 from tiercache.directory import StoreDirectory
 from tiercache.ending import flush, stop
 from tiercache.errors import ConfigError, NotDurableError
+from tiercache.hints import check_priority, check_ttl
 from tiercache.keys import Extra, Prompt, Tokens, encode_prompt
 from tiercache.layout import CallerRows, KVLayout, Namespace
 from tiercache.lifetime import forget_forks, watch_forks
@@ -47,7 +49,7 @@ class TieredKVCache:
     tiers: fastest first, objects or strings ("hbm:2GiB", "dram:8GiB", "nvme:/mnt/kv:200GiB"). layout: shape and dtype
     of a block; learnt from the first store, or from the directory, where it is not given. namespace: what makes KV
     interchangeable (without one, use one directory per model). epoch: which weights. block_tokens: tokens per block.
-    policy: order of eviction. exclusive: whether a promoted block leaves the slow tier (None: by size). switch: "on",
+    policy: order of eviction. ttl_s: see `store`. exclusive: whether a promoted block leaves the slow tier (None: by size). switch: "on",
     "off", "loads-off", "stores-off" (None: the environment variable TIERCACHE, else "on"). clock: wall-clock seconds,
     never going back. delivery: when the mover's messages take effect. seams: where tests put faulty parts.
 
@@ -66,6 +68,7 @@ class TieredKVCache:
         exclusive: bool | None = None,
         switch: Switch | None = None,
         *,
+        ttl_s: float | None = None,
         clock: Callable[[], float] | None = None,
         delivery: Delivery | None = None,
         seams: Seams | None = None,
@@ -78,6 +81,7 @@ class TieredKVCache:
             "block_tokens": block_tokens,
             "policy": policy,
             "exclusive": exclusive,
+            "ttl_s": ttl_s,
         }
         if switch is not None:
             values["switch"] = switch
@@ -217,7 +221,15 @@ class TieredKVCache:
     # -- bytes in -----------------------------------------------------------------------------------------------
 
     def store(
-        self, tokens: Tokens, blocks: Any, start: int = 0, extra: Extra | None = None, *, partial_tail: bool = False
+        self,
+        tokens: Tokens,
+        blocks: Any,
+        start: int = 0,
+        extra: Extra | None = None,
+        *,
+        partial_tail: bool = False,
+        priority: int = 0,
+        ttl_s: float | None = None,
     ) -> Ticket:
         """Take the blocks of a prompt from block `start` on; returns at once.
 
@@ -225,7 +237,16 @@ class TieredKVCache:
         (with `partial_tail` also the partial one), else ValueError. It must not change until the ticket is `copied`.
         The first store fixes the layout; another shape or dtype later is a LayoutError. What finds no room is cut
         short and told by the ticket, never waited for.
+
+        priority: -99 to 100; blocks of a higher one leave each tier after all of a lower one. COLD: they leave the fast
+        tiers first, are written to NVMe at once, and are not brought up beside a load into `out`. ttl_s: seconds after
+        which they end, and what continues them; use does not put that off, another store does (math.inf: for ever;
+        None: the cache's `ttl_s`). Blocks that were there keep the higher priority and the later end.
         """
+        priority, ends_in = (
+            check_priority(priority),
+            self.settings.ttl_s if ttl_s is None else check_ttl("ttl_s", ttl_s),
+        )
         prompt = encode_prompt(tokens, self.settings.block_tokens, extra, partial_tail).check_ids()
         symbols = prompt.symbols
         self._link.check_open()
@@ -239,8 +260,10 @@ class TieredKVCache:
         stack.layout.check(blocks)
         with self._link.planning():
             endpoint = self._link.attach(stack, rows)
+            now = self._link.clock()
+            expires = math.inf if ends_in is None else now + ends_in
             plan = stack.planner.plan_store(
-                symbols, prompt.n, start, stack.planner.epoch, self._link.clock(), endpoint, prompt.partial
+                symbols, prompt.n, start, stack.planner.epoch, now, endpoint, prompt.partial, priority, expires
             )
             return self._link.ticket(stack, plan, endpoint)
 
@@ -275,12 +298,25 @@ class TieredKVCache:
         with self._link.planning() as stack:
             return 0 if stack is None else stack.planner.release(prompt.symbols, prompt.n, self._link.clock())
 
-    def pin(self, match: Match) -> Pin:
-        """Keep a match's blocks where they are until `unpin`; at most half of a tier can be held."""
+    def prioritize(self, tokens: Tokens, priority: int, extra: Extra | None = None) -> int:
+        """Give the cached blocks of a prompt this priority, higher or lower (see `store`; COLD: what only memory has is
+        written to NVMe at once). Returns how many blocks had another."""
+        priority = check_priority(priority)
+        prompt = encode_prompt(tokens, self.settings.block_tokens, extra).check_ids()
+        with self._link.planning() as stack:
+            if stack is None:
+                return 0
+            return stack.planner.prioritize(prompt.symbols, prompt.n, priority, self._link.clock())
+
+    def pin(self, match: Match, ttl_s: float = math.inf) -> Pin:
+        """Keep a match's blocks where they are until `unpin`, or for `ttl_s` seconds; at most half of a tier can be
+        held. A pin keeps no block whose own time is over."""
+        ttl_s = check_ttl("ttl_s", ttl_s)
         with self._link.planning() as stack:
             held: list[tuple[int, Slots]] = []
             if stack is not None:
-                held = stack.planner.pin(match.symbols, match.blocks, match.epoch, self._link.clock())
+                now = self._link.clock()
+                held = stack.planner.pin(match.symbols, match.blocks, match.epoch, now, now + ttl_s)
             return Pin(sum(len(slots) for _, slots in held), held)
 
     def unpin(self, pin: Pin) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias, cast
 
 from tiercache.errors import ConfigError, LayoutError
+from tiercache.hints import check_ttl
 from tiercache.layout import KVLayout, Namespace
 
 __all__ = [
@@ -292,6 +293,8 @@ class Settings:
     policy: str = "reuse"
     exclusive: bool | None = None
     """Give the slow copy up on promotion; None: where the slow tier is under EXCLUSIVE_BELOW times the fast one."""
+    ttl_s: float | None = None
+    """Seconds after which a block ends that no store names again; None: never. See `TieredKVCache.store`."""
     switch: Switch = field(default_factory=_switch_from_env)
     """Kill switch at start; by default from the environment variable TIERCACHE."""
 
@@ -315,6 +318,8 @@ class Settings:
                 check_max_writes_per_hit(f"tiers[{i}].max_writes_per_hit", tier.max_writes_per_hit, self.policy)
         if self.exclusive is not None and not isinstance(self.exclusive, bool):
             raise ConfigError("exclusive", self.exclusive, "true, false, or nothing (automatic) is needed")
+        if self.ttl_s is not None:
+            check_ttl("ttl_s", self.ttl_s)
         _check_choice("switch", self.switch, _SWITCHES)
 
     @property

@@ -13,12 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.arrays import as_index, counting, each_once, present
+from tiercache.expiry import Expiry
 from tiercache.index import ABSENT, Leaving, Node, Path, PrefixIndex
 from tiercache.keys import INT32_MIN
 from tiercache.slots import FREE, NO_OWNER, RESIDENT, SlotTable
-from tiercache.types import Bools, Floats, Idents, LevelSpec, Slots, Uses
+from tiercache.types import Bools, Floats, Hints, Idents, LevelSpec, Slots, Uses, no_hints
 
 __all__ = ["Residency"]
+
+_UNSAID = no_hints(1)[0]
 
 
 class Residency:
@@ -38,6 +41,7 @@ class Residency:
         self.stale: dict[Node, None] = {}
         self.restored: dict[Node, None] = {}
         """The same of what a restart found, as far as its own level goes; in other levels it has no place."""
+        self.expiry = Expiry()
 
     @property
     def levels(self) -> int:
@@ -49,6 +53,7 @@ class Residency:
         self.index = PrefixIndex(self.width, self.tables, self._leaving)
         self.stale.clear()
         self.restored.clear()
+        self.expiry.clear()
 
     # -- a node and its slots -----------------------------------------------------------------------------------
 
@@ -97,6 +102,7 @@ class Residency:
         node, at = self.index.extend(path, symbols, idents, partial)
         for each in (*touched, *path.nodes[-1:], node):
             self.stale[each] = None
+            self.expiry.note(each)
         return node, at
 
     def attach_runs(
@@ -107,6 +113,7 @@ class Residency:
         symbols: bytes,
         slots: Slots,
         arrays: tuple[Idents, Floats, Uses],
+        hints: Hints | None = None,
     ) -> None:
         """Build a tree of runs that lie side by side in these arrays (idents, last use, uses), all of them in `level`.
 
@@ -134,6 +141,9 @@ class Residency:
                 uses[part].copy(),
                 plain[i],
             )
+            if hints is not None and (hints[part] != _UNSAID).any():
+                node.hints = hints[part].copy()
+                self.expiry.note(node)
             node.held[level] = node.n
             parent.kids[level] += 1
             nodes.append(node)

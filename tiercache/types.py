@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 __all__ = [
     "CALLER",
+    "COLD",
+    "HINT",
     "ROOT",
     "Bools",
     "Claims",
@@ -21,6 +23,7 @@ __all__ = [
     "Expedite",
     "Floats",
     "Forget",
+    "Hints",
     "Idents",
     "JobOverdue",
     "JobResult",
@@ -33,6 +36,7 @@ __all__ = [
     "Recovered",
     "Slots",
     "Uses",
+    "no_hints",
 ]
 
 Slots: TypeAlias = NDArray[np.int32]
@@ -40,6 +44,21 @@ Idents: TypeAlias = NDArray[np.uint64]
 Bools: TypeAlias = NDArray[np.bool_]
 Floats: TypeAlias = NDArray[np.float64]
 Uses: TypeAlias = NDArray[np.uint32]
+Hints: TypeAlias = NDArray[np.void]
+"""`[n]` of dtype HINT."""
+
+HINT = np.dtype([("priority", np.int8), ("expires", np.float64)])
+"""What callers said of a block: its priority (0: none), and when it ends (wall-clock seconds, inf: never)."""
+COLD = -100
+"""The lowest priority: a block that belongs into the slow tiers only."""
+
+
+def no_hints(n: int) -> Hints:
+    """Hints of n blocks of which nothing was said."""
+    hints = np.zeros(n, dtype=HINT)
+    hints["expires"] = np.inf
+    return hints
+
 
 CALLER = -1
 """The level number that stands for the caller's own rows: source of a store, destination of a load into `out`."""
@@ -72,6 +91,8 @@ class Claims:
     last_use: Floats
     """Wall-clock seconds."""
     uses: Uses
+    hints: Hints | None = None
+    """None: nothing was said of any of them."""
 
 
 JobKind: TypeAlias = Literal["store", "load", "write"]
@@ -122,6 +143,8 @@ class NoteUse:
     slots: Slots
     last_use: Floats
     uses: Uses
+    hints: Hints | None = None
+    """None: as they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +216,7 @@ class Recovered:
     symbols: bytes
     last_use: Floats
     uses: Uses
+    hints: Hints | None = None
     forgotten: int = 0
     """Rows that were in the catalog but not reachable."""
     reason: str = field(default="")

@@ -182,5 +182,5 @@ def _check_credits(state: PlannerState, loads: Loads) -> Iterator[str]:
 
 def _lengths(node: Node) -> set[int]:
     """Of all arrays per block."""
-    marks = () if node.marks is None else (node.marks,)
-    return {len(each) for each in (node.idents, node.slots, node.last_use, node.uses, *marks)}
+    lengths = {len(each) for each in (node.idents, node.slots, node.last_use, node.uses)}
+    return lengths | {len(each) for each in (node.marks, node.hints) if each is not None}

@@ -6,6 +6,8 @@ mover must do collects in the outbox (`take_messages`); what the mover reports g
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +21,7 @@ from tiercache.planner.check import check_state
 from tiercache.planner.counters import LevelCounters, PlannerCounters
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.explain import Stretch, explain_path
+from tiercache.planner.hinting import Hinting
 from tiercache.planner.loads import Load, Loads
 from tiercache.planner.recovery import restore
 from tiercache.planner.results import Outcome, Results
@@ -99,6 +102,10 @@ class Planner:
         self.demotion = Demotion(self.state, self.victims, self.room, self.writes)
         self.loads = Loads(self.state, self.demotion)
         self.stores = Stores(self.state, self.demotion)
+        self.hinting = Hinting(self.state, self.demotion)
+        self._pin_ends: list[tuple[float, int, list[tuple[int, Slots]]]] = []
+        """A heap of the pins that end by themselves: when, a number, what `unpin` takes."""
+        self._pins = itertools.count()
         self.results = Results(self.state, self.loads, self.demotion)
 
     @property
@@ -122,7 +129,7 @@ class Planner:
         question asked once more) not even those. `symbols` may be the first one alone where nothing `begins` so."""
         state, residency = self.state, self.state.residency
         state.now = now
-        walk = residency.index.walk(symbols, n, tail)
+        walk = self._alive(residency.index.walk(symbols, n, tail))
         blocks, pending, by_level = self._reach(walk.path)
         if not again:
             state.totals.lookups += 1
@@ -166,7 +173,7 @@ class Planner:
         prompt_blocks: all blocks of the prompt, where it has more (the request will bring the rest); None: this use was
         counted already.
         """
-        self.state.now = now
+        self._begin(now)
         walk = self._walk(symbols, want, epoch)
         load = self.loads.plan(walk.path, want, endpoint)
         if load.blocks and prompt_blocks is not None:
@@ -176,14 +183,27 @@ class Planner:
 
     def release_load(self, load: Load, now: float) -> None:
         """End the hold of a load that is done."""
-        self.state.now = now
+        self._begin(now)
         self.loads.release(load)
 
     def plan_store(
-        self, symbols: bytes, n: int, start: int, epoch: bytes, now: float, endpoint: int, partial: bool = False
+        self,
+        symbols: bytes,
+        n: int,
+        start: int,
+        epoch: bytes,
+        now: float,
+        endpoint: int,
+        partial: bool = False,
+        priority: int = 0,
+        expires: float = np.inf,
     ) -> StorePlan:
-        """Take blocks `[start, n)` of a prompt, whose rows are `endpoint`; touches the path. Tends when it is cut."""
-        self.state.now = now
+        """Take blocks `[start, n)` of a prompt, whose rows are `endpoint`; touches the path. Tends when it is cut.
+
+        priority, expires (wall-clock seconds): of the new blocks; those that are there keep the higher priority and
+        the later end.
+        """
+        self._begin(now)
         if epoch != self.state.epoch:
             self.state.totals.stale_epoch += 1
             plan = StorePlan(0, 0, "stale_epoch")
@@ -191,7 +211,9 @@ class Planner:
             walk = self.state.residency.index.walk(symbols, n)
             plan = self.stores.plan(walk, symbols, n, start, endpoint, partial)
             if plan.end:
-                self.uses.note_stored(self.state.residency.index.walk(symbols, plan.end).path, walk.blocks, start)
+                path = self.state.residency.index.walk(symbols, plan.end).path
+                self.hinting.stored(path, walk.blocks, priority, expires)
+                self.uses.note_stored(path, walk.blocks, start)
         totals = self.state.totals
         totals.stores += 1
         totals.store_blocks_accepted += plan.accepted
@@ -203,34 +225,47 @@ class Planner:
 
     def touch(self, symbols: bytes, n: int, epoch: bytes, now: float, prompt_blocks: int = 0) -> int:
         """A request used the first n blocks of this prompt (an engine's own HBM hit, say). Returns blocks touched."""
-        self.state.now = now
+        self._begin(now)
         walk = self._walk(symbols, n, epoch)
         self.uses.note(walk.path, max(0, prompt_blocks - walk.blocks))
         return walk.blocks
 
     def release(self, symbols: bytes, n: int, now: float) -> int:
         """This conversation ended: what only its path uses goes to the cold end. Returns blocks moved."""
-        self.state.now = now
+        self._begin(now)
         return self.uses.release(self.state.residency.index.walk(symbols, n).path)
 
     def tend(self, now: float) -> None:
         """Make room ahead of need, submit what waits for credits."""
-        self.state.now = now
+        self._begin(now)
         self.loads.pump()
         self.demotion.tend()
 
     def drain(self, now: float) -> int:
         """Queue everything that the last level lacks, most reusable first, and start all delayed writes.
         Returns how many blocks were queued."""
-        self.state.now = now
+        self._begin(now)
         queued = self.demotion.queue_all()
         self.demotion.expedite_all()
         self.demotion.tend()
         return queued
 
-    def pin(self, symbols: bytes, n: int, epoch: bytes, now: float) -> list[tuple[int, Slots]]:
-        """Hold the readable blocks of a prompt where they are; returns (level, slots) for `unpin`, within bounds."""
-        self.state.now = now
+    def prioritize(self, symbols: bytes, n: int, priority: int, now: float) -> int:
+        """Give the cached blocks of this prompt this priority. Returns how many had another."""
+        self._begin(now)
+        path = self.state.residency.index.walk(symbols, n).path
+        changed = self.hinting.prioritize(path, priority)
+        if changed:
+            self.uses.tell(path)
+            self.demotion.tend()
+        return changed
+
+    def pin(self, symbols: bytes, n: int, epoch: bytes, now: float, until: float = np.inf) -> list[tuple[int, Slots]]:
+        """Hold the readable blocks of a prompt where they are; returns (level, slots) for `unpin`, within bounds.
+
+        until: wall-clock seconds at which the hold ends by itself.
+        """
+        self._begin(now)
         state, residency = self.state, self.state.residency
         gathered = residency.index.gather(self._walk(symbols, n, epoch).path)
         best = residency.best_level(residency.states(gathered), state.online_levels())
@@ -242,21 +277,30 @@ class Planner:
                 state.hold(level, slots)
                 held.append((level, slots))
         self.state.pinned.extend(held)
+        if held and until < np.inf:
+            heapq.heappush(self._pin_ends, (until, next(self._pins), held))
         return held
 
     def unpin(self, held: Sequence[tuple[int, Slots]], now: float) -> None:
         """End a hold of `pin`. A second time does nothing."""
-        self.state.now = now
+        self._begin(now)
+        self._unpin(held)
+
+    def _unpin(self, held: Sequence[tuple[int, Slots]]) -> None:
         mine = {id(slots) for _, slots in held}
         ended = [each for each in self.state.pinned if id(each[1]) in mine]
         self.state.pinned = [each for each in self.state.pinned if id(each[1]) not in mine]
         for level, slots in ended:
             self.state.let_go(level, slots)
+        if len(self._pin_ends) > 2 * len(self.state.pinned) + 8:  # most were ended before their time
+            open_pins = {id(slots) for _, slots in self.state.pinned}
+            self._pin_ends = [each for each in self._pin_ends if id(each[2][0][1]) in open_pins]
+            heapq.heapify(self._pin_ends)
 
     def invalidate(self, symbols: bytes, n: int, now: float) -> int:
         """Drop the last block of this prefix and all that continues it (n = 0: everything). Returns blocks dropped.
         Cost proportional to what is dropped."""
-        self.state.now = now
+        self._begin(now)
         index, dropped = self.state.residency.index, 0
         if n == 0:
             for node in list(index.root.children.values()):
@@ -271,7 +315,7 @@ class Planner:
     def new_epoch(self, epoch: bytes, now: float) -> list[Load]:
         """Everything cached belongs to other weights now: forget it all. Returns loads that end by it, empty."""
         state = self.state
-        state.now = now
+        self._begin(now)
         for flight in state.jobs.values():
             flight.stale = True
         ended = self.loads.end_all()
@@ -291,7 +335,7 @@ class Planner:
 
     def commit(self, message: PlannerMessage, now: float) -> Outcome:
         """Take over what the mover reports; then tend."""
-        self.state.now = now
+        self._begin(now)
         outcome = self.results.take(message)
         outcome.loads += self.loads.fail_offline()
         self.loads.pump()
@@ -312,15 +356,15 @@ class Planner:
     def explain(self, symbols: bytes, n: int, now: float) -> tuple[Stretch, ...]:
         """Where the blocks of a prompt are, stretch by stretch. Mutates nothing."""
         self.state.now = now
-        return explain_path(self.state, self.state.residency.index.walk(symbols, n).path)
+        return explain_path(self.state, self._alive(self.state.residency.index.walk(symbols, n)).path)
 
     def words_shared(self, symbols: bytes, n: int, tail: bytes) -> int:
         """Leading int32 words of a prompt that lie on some cached path. Mutates nothing."""
-        return self.state.residency.index.walk(symbols, n, tail).words
+        return self._alive(self.state.residency.index.walk(symbols, n, tail)).words
 
     def drop_bad(self, now: float) -> int:
         """Drop blocks whose only copy was found wrong, and all below them. Returns blocks dropped."""
-        self.state.now = now
+        self._begin(now)
         dropped = 0
         for node in list(self.state.residency.index.walk_nodes()):
             if node.parent is None:
@@ -376,6 +420,23 @@ class Planner:
     def totals(self) -> PlannerCounters:
         """Live counters of the whole."""
         return self.state.totals
+
+    def _begin(self, now: float) -> None:
+        """A call that may change things: first, what has ended by now ends."""
+        self.state.now = now
+        if now >= self.state.residency.expiry.next:
+            self.hinting.expire()
+        while self._pin_ends and self._pin_ends[0][0] <= now:
+            self._unpin(heapq.heappop(self._pin_ends)[2])
+
+    def _alive(self, walk: Walk) -> Walk:
+        """The same walk, as far as nothing on it has ended by now."""
+        if self.state.now < self.state.residency.expiry.next:
+            return walk
+        alive = self.hinting.alive(walk.path)
+        if alive == walk.path.blocks:
+            return walk
+        return Walk(walk.path.shorten(alive), alive, alive * self.state.residency.width // 4)
 
     def _walk(self, symbols: bytes, want: int, epoch: bytes) -> Walk:
         if epoch != self.state.epoch:

@@ -24,7 +24,7 @@ class LevelCounters:
     dropped_in_place: int = 0
     """Evicted although this was the only copy and a slower level exists (no room or no way to copy it)."""
     detached: int = 0
-    """Blocks taken away by invalidation, a new epoch or a failed parent."""
+    """Blocks taken away by invalidation, a new epoch, a failed parent, or since their time was over."""
     failed_reads: int = 0
     failed_writes: int = 0
     bad: int = 0
@@ -59,5 +59,7 @@ class PlannerCounters:
     """By reason."""
     recovered: int = 0
     recovered_forgotten: int = 0
+    expired: int = 0
+    """Blocks whose time was over, and what continued them."""
     stale_epoch: int = 0
     """Calls and results of an earlier epoch."""

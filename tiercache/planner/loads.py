@@ -14,7 +14,7 @@ from tiercache.index import Path
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.state import Flight, PlannerState
 from tiercache.slots import RESIDENT, WRITING
-from tiercache.types import CALLER, Bools, Idents, Slots
+from tiercache.types import CALLER, COLD, Bools, Idents, Slots
 
 __all__ = ["Load", "Loads"]
 
@@ -163,7 +163,7 @@ class Loads:
         last = residency.levels - 1
         upper = last - 1
         if last > 0 and state.specs[last].persistent and state.online(upper):
-            wanted = true_at((best[:n] == last) & (gathered[upper, :n] < 0))
+            wanted = true_at((best[:n] == last) & (gathered[upper, :n] < 0) & ~self._cold(path, n))
             wanted = wanted[: state.job_room(CALLER, upper)]
             if len(wanted):
                 with state.keep(gathered):
@@ -176,6 +176,11 @@ class Loads:
             also = (upper, also_rows[at]) if source == last and (also_rows[at] >= 0).any() else None
             self._add_segment(load, source, gathered[source, at], rows[at], idents[at], begin, also)
         return load
+
+    def _cold(self, path: Path, n: int) -> Bools:
+        """Per block: does it belong into the slow tiers only?"""
+        hints = path.shorten(n).hints() if self.state.any_cold else None
+        return np.zeros(n, dtype=np.bool_) if hints is None else np.asarray(hints["priority"] == COLD)
 
     def _place(self, path: Path, positions: NDArray[np.int64], slots: Slots, level: int = 0) -> None:
         """Give the blocks at these path positions (ascending) their slots."""

@@ -60,8 +60,8 @@ class Results:
         state.finish(flight)
         if job.kind == "load" and not flight.overdue:
             self._after_load(flight, result)
-        elif job.kind == "store" and not flight.stale and state.write_after_s is not None:
-            self._write_later(job.dst_slots[ok])
+        elif job.kind == "store" and not flight.stale:
+            self._after_store(job.dst_slots[ok])
         loads = self.loads.came_back(flight, ok)
         return Outcome(loads, job.id, ok)
 
@@ -129,10 +129,15 @@ class Results:
             self.room.drop(level, node, at, end)
             end = at
 
-    def _write_later(self, slots: Slots) -> None:
-        last = len(self.state.specs) - 1
-        if last > 0 and self.state.specs[last].persistent and self.state.write_after_s is not None:
-            self.demotion.write_later(0, slots, self.state.write_after_s)
+    def _after_store(self, slots: Slots) -> None:
+        """Blocks that just became resident are written below, now or later."""
+        state = self.state
+        if state.is_last(0) or not state.specs[-1].persistent:
+            return
+        if state.any_cold:
+            self.demotion.write_cold(0, slots)
+        if state.write_after_s is not None:
+            self.demotion.write_later(0, slots, state.write_after_s)
 
     def _overdue(self, flight: Flight) -> Outcome:
         """The waiting ends, the hold does not: the job's slots are lost until its thread returns."""

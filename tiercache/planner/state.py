@@ -21,6 +21,7 @@ from tiercache.residency import Residency
 from tiercache.slots import RESIDENT
 from tiercache.types import (
     CALLER,
+    COLD,
     Bools,
     Claims,
     CopyJob,
@@ -125,6 +126,8 @@ class PlannerState:
     write_after_s: float | None = None
     max_writes_per_hit: float | None = None
     now: float = 0.0
+    any_cold: bool = False
+    """Was any block ever said to belong into the slow tiers only?"""
     jobs: dict[int, Flight] = field(default_factory=dict)
     outbox: list[MoverMessage] = field(default_factory=list)
     pinned: list[tuple[int, Slots]] = field(default_factory=list)
@@ -193,9 +196,13 @@ class PlannerState:
         return self.specs[level].capacity < EXCLUSIVE_BELOW * self.specs[upper].capacity
 
     def is_worth_writing(self, node: Node, at: int) -> bool:
-        """Are as many hits to be expected of a copy of this block below as `max_writes_per_hit` asks for?"""
+        """Are as many hits to be expected of a copy of this block below as `max_writes_per_hit` asks for, or did a
+        caller say that it matters?"""
         limit = self.max_writes_per_hit
-        return limit is None or self.policy.worth(node, at) * limit >= 1
+        if limit is None:
+            return True
+        priority = 0 if node.hints is None else node.hints["priority"].item(at)
+        return priority > 0 or priority == COLD or self.policy.worth(node, at) * limit >= 1
 
     # -- jobs ---------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ class Uses:
         stretches = [(node, 0, take) for node, take in path]
         self.state.policy.again(stretches)
         self._use(stretches)
-        self._note_persistent(path)
+        self.tell(path)
         if new:
             node, take = path.end
             ident = node.idents.item(take - 1)
@@ -66,7 +66,7 @@ class Uses:
             policy.again(old)
             self._use(old)
         self._use(new)
-        self._note_persistent(path)
+        self.tell(path)
 
     def release(self, path: Path) -> int:
         """The conversation that ends with this path is over: what only it uses goes to the cold end, with the partial
@@ -116,8 +116,8 @@ class Uses:
             self._served[ident] = count - 1
         return count > 0
 
-    def _note_persistent(self, path: Path) -> None:
-        """Tell the level that outlives the process."""
+    def tell(self, path: Path) -> None:
+        """Tell the level that outlives the process when and how often these blocks were used, and what was said."""
         state, residency = self.state, self.state.residency
         for level, spec in enumerate(state.specs):
             if not spec.persistent:
@@ -125,5 +125,6 @@ class Uses:
             slots = residency.index.gather(path)[level]
             there = slots >= 0
             if there.any():
-                now = np.full(int(there.sum()), state.now)
-                state.outbox.append(NoteUse(slots[there].astype(np.int32), now, path.uses()[there]))
+                now, hints = np.full(int(there.sum()), state.now), path.hints()
+                said = None if hints is None else hints[there]
+                state.outbox.append(NoteUse(slots[there].astype(np.int32), now, path.uses()[there], said))
