@@ -49,9 +49,10 @@ class TieredKVCache:
     tiers: fastest first, objects or strings ("hbm:2GiB", "dram:8GiB", "nvme:/mnt/kv:200GiB"). layout: shape and dtype
     of a block; learnt from the first store, or from the directory, where it is not given. namespace: what makes KV
     interchangeable (without one, use one directory per model). epoch: which weights. block_tokens: tokens per block.
-    policy: order of eviction. ttl_s: see `store`. exclusive: whether a promoted block leaves the slow tier (None: by size). switch: "on",
-    "off", "loads-off", "stores-off" (None: the environment variable TIERCACHE, else "on"). clock: wall-clock seconds,
-    never going back. delivery: when the mover's messages take effect. seams: where tests put faulty parts.
+    policy: order of eviction. exclusive: whether a promoted block leaves the slow tier (None: by size). switch: "on",
+    "off", "loads-off", "stores-off" (None: the environment variable TIERCACHE, else "on"). ttl_s: see `store`. clock:
+    wall-clock seconds, never going back. delivery: when the mover's messages take effect. seams: where tests put faulty
+    parts.
 
     Raises ConfigError (names the field, its value and the remedy), DirectoryInUseError, FormatVersionError.
     I/O trouble later is a counted miss; after `close`, and in a forked child, every verb raises CacheClosedError.

@@ -16,6 +16,8 @@ from tiercache.types import COLD
 
 __all__ = ["Explanation", "Stretch", "explain_path"]
 
+_LAST_DATE_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
@@ -108,7 +110,8 @@ def _said(stretch: Stretch) -> str:
     if stretch.priority:
         words.append("cold" if stretch.priority == COLD else f"priority {stretch.priority}")
     if stretch.expires_s < math.inf:
-        words.append(f"ends {datetime.fromtimestamp(stretch.expires_s, UTC):%Y-%m-%d %H:%M:%S} UTC")
+        ends = datetime.fromtimestamp(min(stretch.expires_s, _LAST_DATE_S), UTC)
+        words.append(f"ends {ends:%Y-%m-%d %H:%M:%S} UTC")
     return ", ".join(words)
 
 
