@@ -65,9 +65,10 @@ def test_a_run_of_two_priorities_leaves_only_as_far_as_they_are_alike():
     bench = Bench(dram(6))
     bench.stored("abcd")
     bench.prioritize("ab", 3)
+    bench.now += 1.0
     bench.stored("wx")
-    bench.stored("yz", priority=1)
-    assert set(bench.where()) == {"a", "ab", "w", "wx", "y", "yz"}, "c and d went, though a store of 4 would take a"
+    bench.stored("xyz", priority=1)
+    assert set(bench.where()) == {"a", "ab", "w", "x", "xy", "xyz"}, "the last of w goes before b"
 
 
 def test_priorities_count_in_a_persistent_level_too():
@@ -239,6 +240,16 @@ def test_both_halves_of_a_split_run_end():
     bench.now += 10.0
     bench.tend()
     assert bench.where() == {}
+
+
+def test_a_run_that_is_cut_by_anything_else_than_a_store_ends_too():
+    bench = Bench(dram(16))
+    bench.stored("abcd", ttl=10.0)
+    residency = bench.state.residency
+    symbols, _ = bench.encode("abx")
+    residency.extend(residency.index.walk(symbols, 3).path, symbols[-8:], np.zeros(1, dtype=np.uint64), False)
+    halves = [node.id for node in residency.index.walk_nodes() if node.hints is not None]
+    assert len(halves) == 2 and sorted(residency.expiry.due(1010.0)) == sorted(halves)
 
 
 def test_hints_come_back_after_a_restart_and_an_end_meanwhile_counts():
