@@ -34,6 +34,13 @@ class Expiry:
             heapq.heappush(self._heap, (first, node.id))
             self.next = self._heap[0][0]
 
+    def note_all(self, numbers: list[int], firsts: list[float]) -> None:
+        """The runs of these numbers, none of which was noted before, and when the first of their blocks ends."""
+        self._entry.update(zip(numbers, firsts, strict=True))
+        self._heap.extend(zip(firsts, numbers, strict=True))
+        heapq.heapify(self._heap)
+        self.next = self._heap[0][0] if self._heap else math.inf
+
     def due(self, now: float) -> Iterator[int]:
         """Numbers of the runs that may have a block which ended by `now`; each must be noted again, where it is there
         still. Do not note while it runs."""

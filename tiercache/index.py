@@ -166,6 +166,10 @@ class Path:
         """Uses per block (a copy)."""
         return _joined([node.uses for node in self.nodes], self.take, np.uint32)
 
+    def last_use(self) -> Floats:
+        """Last use per block (a copy)."""
+        return _joined([node.last_use for node in self.nodes], self.take, np.float64)
+
     def hints(self) -> Hints | None:
         """What was said of each block (a copy); None: nothing of any."""
         if all(node.hints is None for node in self.nodes):

@@ -17,11 +17,9 @@ from tiercache.expiry import Expiry
 from tiercache.index import ABSENT, Leaving, Node, Path, PrefixIndex
 from tiercache.keys import INT32_MIN
 from tiercache.slots import FREE, NO_OWNER, RESIDENT, SlotTable
-from tiercache.types import Bools, Floats, Hints, Idents, LevelSpec, Slots, Uses, no_hints
+from tiercache.types import Bools, Floats, Hints, Idents, LevelSpec, Slots, Uses
 
 __all__ = ["Residency"]
-
-_UNSAID = no_hints(1)[0]
 
 
 class Residency:
@@ -127,6 +125,7 @@ class Residency:
         idents, last_use, uses = arrays
         words = np.frombuffer(symbols, dtype=np.int32).reshape(len(slots), -1).min(axis=1)
         plain = (np.minimum.reduceat(words, bounds[:-1]) != INT32_MIN).tolist()
+        said = None if hints is None else self._said(hints, bounds)
         nodes: list[Node] = []
         for i, above in enumerate(parents):
             begin, end = bounds[i], bounds[i + 1]
@@ -141,16 +140,26 @@ class Residency:
                 uses[part].copy(),
                 plain[i],
             )
-            if hints is not None and (hints[part] != _UNSAID).any():
+            if said is not None and hints is not None and said[i]:
                 node.hints = hints[part].copy()
-                self.expiry.note(node)
             node.held[level] = node.n
             parent.kids[level] += 1
             nodes.append(node)
+        if hints is not None:
+            firsts = np.minimum.reduceat(hints["expires"], bounds[:-1])
+            ending = np.flatnonzero(firsts < np.inf).tolist()
+            self.expiry.note_all([nodes[i].id for i in ending], firsts[ending].tolist())
         lengths = np.diff(bounds)
         table.owner[slots] = np.repeat(np.array([node.id for node in nodes], dtype=np.int32), lengths)
         table.pos[slots] = np.arange(len(slots)) - np.repeat(bounds[:-1], lengths)
         self.restored.update((node, None) for node in nodes if not node.children)  # the others are in no order
+
+    @staticmethod
+    def _said(hints: Hints, bounds: Sequence[int]) -> list[bool]:
+        """Per run: was anything said of any of its blocks?"""
+        blocks = (hints["priority"] != 0) | (hints["expires"] < np.inf)
+        said: list[bool] = np.logical_or.reduceat(blocks, bounds[:-1]).tolist()
+        return said
 
     def trim(self, node: Node) -> None:
         """Drop trailing blocks without any slot, and the ancestors' likewise when the node goes."""

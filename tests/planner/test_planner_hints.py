@@ -263,8 +263,10 @@ def test_hints_come_back_after_a_restart_and_an_end_meanwhile_counts():
     (note,) = [each for each in bench.messages if isinstance(each, NoteUse)]
     assert note.hints["priority"].tolist() == [5, 5] and note.hints["expires"].tolist() == [1030.0] * 2
     bench.messages.clear()
+    bench.now += 7.0
     bench.prioritize("a", COLD)
     (note,) = [each for each in bench.messages if isinstance(each, NoteUse)]
+    assert note.last_use.tolist() == [1000.0], "that was no use"
     assert note.hints["priority"].tolist() == [COLD]
 
 

@@ -125,6 +125,6 @@ class Uses:
             slots = residency.index.gather(path)[level]
             there = slots >= 0
             if there.any():
-                now, hints = np.full(int(there.sum()), state.now), path.hints()
-                said = None if hints is None else hints[there]
-                state.outbox.append(NoteUse(slots[there].astype(np.int32), now, path.uses()[there], said))
+                hints = path.hints()
+                said, used = None if hints is None else hints[there], np.maximum(path.last_use()[there], 0.0)
+                state.outbox.append(NoteUse(slots[there].astype(np.int32), used, path.uses()[there], said))
