@@ -25,13 +25,16 @@ __all__ = [
     "HBM",
     "POLICIES",
     "RAM_FRACTION",
+    "SPEED_REMEDY",
     "Durability",
     "NVMe",
+    "PrefillSpeed",
     "Settings",
     "Switch",
     "Tier",
     "check_memory",
     "format_size",
+    "is_speed",
     "load_config",
     "parse_size",
     "parse_tier",
@@ -46,7 +49,10 @@ POLICIES = ("lru", "reuse")
 
 Durability: TypeAlias = Literal["power", "process"]
 Switch: TypeAlias = Literal["on", "off", "loads-off", "stores-off"]
+PrefillSpeed: TypeAlias = float | Literal["learnt"] | None
+"""Tokens per second."""
 
+SPEED_REMEDY = 'tokens per second above 0, "learnt", or nothing (all that is found is offered) is needed'
 _DURABILITIES = ("power", "process")
 _SWITCHES = ("on", "off", "loads-off", "stores-off")
 _UNITS = {"B": 1} | {
@@ -292,6 +298,9 @@ class Settings:
     policy: str = "reuse"
     exclusive: bool | None = None
     """Give the slow copy up on promotion; None: where the slow tier is under EXCLUSIVE_BELOW times the fast one."""
+    prefill_tokens_per_s: PrefillSpeed = None
+    """Speed of a recompute, to which lookups compare loads: a number, "learnt" (from `note_prefill`), or None: they
+    do not, and all that is found is offered."""
     switch: Switch = field(default_factory=_switch_from_env)
     """Kill switch at start; by default from the environment variable TIERCACHE."""
 
@@ -316,6 +325,8 @@ class Settings:
         if self.exclusive is not None and not isinstance(self.exclusive, bool):
             raise ConfigError("exclusive", self.exclusive, "true, false, or nothing (automatic) is needed")
         _check_choice("switch", self.switch, _SWITCHES)
+        if not is_speed(self.prefill_tokens_per_s):
+            raise ConfigError("prefill_tokens_per_s", self.prefill_tokens_per_s, SPEED_REMEDY)
 
     @property
     def loads_enabled(self) -> bool:
@@ -326,6 +337,14 @@ class Settings:
     def stores_enabled(self) -> bool:
         """False where the switch turns stores off."""
         return self.switch in ("on", "loads-off")
+
+
+def is_speed(value: object) -> bool:
+    """Is this a `PrefillSpeed`: tokens per second (finite, above 0), "learnt", or None?"""
+    if value is None or value == "learnt":
+        return True
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 < cast(float, value) < math.inf
 
 
 def _checked_tiers(tiers: Any) -> tuple[Tier, ...]:

@@ -29,6 +29,7 @@ __all__ = [
     "MoverMessage",
     "NewEpoch",
     "NoteUse",
+    "PROBE_S",
     "PlannerMessage",
     "Recovered",
     "Slots",
@@ -41,6 +42,8 @@ Bools: TypeAlias = NDArray[np.bool_]
 Floats: TypeAlias = NDArray[np.float64]
 Uses: TypeAlias = NDArray[np.uint32]
 
+PROBE_S = 0.05
+"""What a probe has not begun to read by then, it leaves out."""
 CALLER = -1
 """The level number that stands for the caller's own rows: source of a store, destination of a load into `out`."""
 ROOT = -1
@@ -58,6 +61,10 @@ class LevelSpec:
     """True for NVMe: prefix-closed by itself, jobs to it carry claims."""
     pool_threads: int = 2
     """Threads that run its jobs; at most `pool_threads - 1` of them may be lost before it goes offline."""
+    read_latency_s: float = 0.0
+    """With the next: what a load from it is expected to take until one was measured."""
+    read_nbytes_per_s: float = 0.0
+    """0: nothing is known, and a load is expected to take no time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +81,7 @@ class Claims:
     uses: Uses
 
 
-JobKind: TypeAlias = Literal["store", "load", "write"]
+JobKind: TypeAlias = Literal["store", "load", "write", "probe"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +90,8 @@ class CopyJob:
 
     id: int
     kind: JobKind
-    """"store": caller to level 0. "load": to level 0 or to the caller, dispatched first. "write": a demotion."""
+    """"store": caller to level 0. "load": to level 0 or to the caller, dispatched first. "write": a demotion. "probe":
+    blocks are read as by a load, within PROBE_S, and go nowhere (its destination is CALLER without rows)."""
     epoch: bytes
     src_level: int
     src_slots: Slots
@@ -158,6 +166,8 @@ class JobResult:
     bad: Bools | None = None
     """Per block of a load: what its source holds could not be read, or is wrong. None: all that are not `ok`, where the
     reason is "io" or "checksum"."""
+    waited_s: float = 0.0
+    """Before `seconds`: from the job's submission (or the end of its delay) until a thread began it."""
 
 
 @dataclass(frozen=True, slots=True)
