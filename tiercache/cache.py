@@ -148,7 +148,8 @@ class TieredKVCache:
         if deadline_s > 0:
             link.refuse_worker("lookup(deadline_s=)")
         until = time.monotonic() + deadline_s
-        block_s = self._prefill.block_s(prefill_tokens_per_s, prompt.block_tokens)
+        is_asked = prefill_tokens_per_s != "default" or self._prefill.default is not None
+        block_s = self._prefill.block_s(prefill_tokens_per_s, prompt.block_tokens) if is_asked else 0.0
         stack = link.ask()
         try:
             match = self._lookup(stack, prompt, block_s)

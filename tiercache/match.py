@@ -35,8 +35,8 @@ class Match:
     """First token that no cached path continues with; None where the whole prompt lies on one. With hashed symbols
     (`extra`) a multiple of the block size."""
     estimated_load_s: float
-    """Seconds until `blocks` would have come, from the measured latency, rate and queue of each tier, which work side by
-    side; of a tier never measured, from a low guess. As if copied: what is loaded in place takes none."""
+    """Seconds until `blocks` would have come, from measured latency, rate and queue of each tier (they work side by
+    side); of one never measured, from a low guess. As if copied: what is loaded in place takes none."""
     symbols: bytes = field(repr=False)
     """Of the matched blocks, and maybe of more; for the cache."""
     block_tokens: int = field(repr=False)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "CALLER",
+    "PROBE_S",
     "ROOT",
     "Bools",
     "Claims",
@@ -29,7 +30,6 @@ __all__ = [
     "MoverMessage",
     "NewEpoch",
     "NoteUse",
-    "PROBE_S",
     "PlannerMessage",
     "Recovered",
     "Slots",

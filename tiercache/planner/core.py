@@ -154,8 +154,10 @@ class Planner:
             return 0, 0, (0,) * residency.levels, 0.0, 0
         online = self.state.online_levels()
         states = best = None
-        pending = 0
-        if not (online[0] and all(map(residency.is_whole, path.nodes))):
+        pending, is_whole = 0, online[0] and all(map(residency.is_whole, path.nodes))
+        if is_whole and not block_s:
+            return n, 0, (n,) + (0,) * (residency.levels - 1), self.offers.level_s(0, n), 0
+        if not is_whole:
             states = residency.states(residency.index.gather(path))
             best = residency.best_level(states, online)
             n = first_true(best < 0)
@@ -167,7 +169,8 @@ class Planner:
                 pending = 0
             self.offers.measure_new()
             return offered, pending, self._by_level(offered, best), load_s, n - offered
-        by_level = self._by_level(n, best)
+        assert states is not None and best is not None
+        by_level = count_levels(best[:n], residency.levels)
         return n, pending, by_level, self.offers.load_s(by_level, states, best), 0
 
     def _by_level(self, blocks: int, best: NDArray[np.int8] | None) -> tuple[int, ...]:

@@ -32,27 +32,26 @@ class Offers:
     measures: bool = False
     """Somebody compares loads with a recompute: levels are measured, each as soon as it holds blocks."""
 
-    def load_s(self, by_level: Sequence[int], states: NDArray[np.uint8] | None, best: NDArray[np.int8] | None) -> float:
-        """Seconds that a load of these leading blocks would take. states, best: of them and maybe more; None where all
-        are readable in level 0."""
-        blocks = sum(by_level)
+    def load_s(self, by_level: Sequence[int], states: NDArray[np.uint8], best: NDArray[np.int8]) -> float:
+        """Seconds that a load of these leading blocks would take. states, best: of them and maybe more."""
         copied = by_level
-        if states is not None and best is not None and self.state.credits[0].inbound:
+        if self.state.credits[0].inbound:
+            blocks = sum(by_level)
             copied = count_levels(best[:blocks][states[0, :blocks] != WRITING], len(by_level))
         slowest = 0.0
         for level, count in enumerate(by_level):
-            if count:
-                slowest = max(slowest, self._first_s(level) + copied[level] * self._each_s(level))
+            if count and (seconds := self.level_s(level, copied[level])) > slowest:
+                slowest = seconds
         return slowest
 
     def choose(
         self, blocks: int, states: NDArray[np.uint8] | None, best: NDArray[np.int8] | None, block_s: float
     ) -> tuple[int, float]:
         """How many of the leading readable blocks are worth a load, where a block saves so many seconds of prefill; and
-        the seconds of that load."""
+        the seconds of that load. states, best: None where all are readable in level 0."""
         self.measures = True
         if states is None or best is None:
-            return best_offer([(0, blocks, self._first_s(0), self._each_s(0))], block_s)
+            return best_offer([(0, blocks, self.level_s(0, 0), self._each_s(0))], block_s)
         under_way = (states[0, :blocks] == WRITING) & (best[:blocks] != 0)  # a load joins them: they are in the queue
         label = 2 * best[:blocks] + under_way
         bounds = [0, *(true_at(label[1:] != label[:-1]) + 1).tolist(), blocks]
@@ -60,14 +59,15 @@ class Offers:
         for begin, end in itertools.pairwise(bounds):
             level, joined = divmod(int(label[begin]), 2)
             each_s = 0.0 if joined else self._each_s(level)
-            stretches.append((level, end - begin, self._first_s(level), each_s))
+            stretches.append((level, end - begin, self.level_s(level, 0), each_s))
         return best_offer(stretches, block_s)
 
-    def _first_s(self, level: int) -> float:
-        """Until the first byte: what is ahead, and the latency."""
+    def level_s(self, level: int, blocks: int) -> float:
+        """Seconds until a level has copied so many blocks, after all that is ahead of them."""
         state = self.state
-        queued = state.credits[level].queued * state.specs[level].block_nbytes
-        return state.costs[level].seconds(state.ahead_nbytes(level) + queued)
+        cost, more = state.costs[level], blocks + state.credits[level].queued
+        nbytes = state.ahead_nbytes(level) + more * state.residency.specs[level].block_nbytes
+        return cost.latency_s + nbytes * cost.s_per_byte
 
     def _each_s(self, level: int) -> float:
         return self.state.costs[level].s_per_byte * self.state.specs[level].block_nbytes

@@ -231,9 +231,9 @@ class PlannerState:
 
     def ahead_nbytes(self, level: int) -> int:
         """Bytes that a level has to copy before what is submitted now: other loads, and a few of the writes to it."""
-        credit, nbytes = self.credits[level], self.specs[level].block_nbytes
-        reads = credit.outbound - credit.outbound_writes
-        return reads * nbytes + min(credit.inbound * nbytes, WRITES_AHEAD_NBYTES)
+        credit, nbytes = self.credits[level], self.residency.specs[level].block_nbytes
+        reads = (credit.outbound - credit.outbound_writes) * nbytes
+        return reads + min(credit.inbound * nbytes, WRITES_AHEAD_NBYTES) if credit.inbound else reads
 
     def delay_room(self, level: int) -> int:
         """How many more blocks of a level delayed writes may hold."""
