@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent / "tiercache"
 
 ARROWS: list[list[str]] = [
     ["types", "errors", "rows", "arrays", "patience"],
-    ["layout", "keys", "checksum", "config"],
+    ["layout", "keys", "checksum", "config", "sizing*"],
     ["policy", "index", "slots", "residency"],
     ["tiers", "catalog*", "directory", "scrub"],
     ["planner", "mover"],
