@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from tiercache.assembly import (
     Seams,
@@ -22,7 +22,7 @@ from tiercache.assembly import (
     obtaining,
     steady_wall_clock,
 )
-from tiercache.config import Settings, Switch, Tier, check_memory, load_config, ram_nbytes
+from tiercache.config import PrefillSpeed, Settings, Switch, Tier, check_memory, load_config, ram_nbytes
 from tiercache.delivery import AtOnce, Delivery
 from tiercache.directory import StoreDirectory
 from tiercache.ending import flush, stop
@@ -35,6 +35,7 @@ from tiercache.link import Link
 from tiercache.loaded import Loaded, LoadFuture, release_result
 from tiercache.match import Match, Pin, Ticket, diverged_at, match_of, no_match
 from tiercache.planner import Explanation
+from tiercache.prefill import Prefill
 from tiercache.stats import CacheStats, collect
 from tiercache.types import Slots
 
@@ -50,9 +51,10 @@ class TieredKVCache:
     of a block; learnt from the first store, or from the directory, where it is not given. namespace: what makes KV
     interchangeable (without one, use one directory per model). epoch: which weights. block_tokens: tokens per block.
     policy: order of eviction. exclusive: whether a promoted block leaves the slow tier (None: by size). switch: "on",
-    "off", "loads-off", "stores-off" (None: the environment variable TIERCACHE, else "on"). ttl_s: see `store`. clock:
-    wall-clock seconds, never going back. delivery: when the mover's messages take effect. seams: where tests put faulty
-    parts.
+    "off", "loads-off", "stores-off" (None: the environment variable TIERCACHE, else "on"). ttl_s: see `store`.
+    prefill_tokens_per_s: how fast the engine recomputes, or "learnt" (from `note_prefill`): lookups then offer only
+    what is loaded sooner. clock: wall-clock seconds, never going back. delivery: when the mover's messages take effect.
+    seams: where tests put faulty parts.
 
     Raises ConfigError (names the field, its value and the remedy), DirectoryInUseError, FormatVersionError.
     I/O trouble later is a counted miss; after `close`, and in a forked child, every verb raises CacheClosedError.
@@ -70,6 +72,7 @@ class TieredKVCache:
         switch: Switch | None = None,
         *,
         ttl_s: float | None = None,
+        prefill_tokens_per_s: PrefillSpeed = None,
         clock: Callable[[], float] | None = None,
         delivery: Delivery | None = None,
         seams: Seams | None = None,
@@ -83,6 +86,7 @@ class TieredKVCache:
             "policy": policy,
             "exclusive": exclusive,
             "ttl_s": ttl_s,
+            "prefill_tokens_per_s": prefill_tokens_per_s,
         }
         if switch is not None:
             values["switch"] = switch
@@ -106,6 +110,7 @@ class TieredKVCache:
         self._link = Link(clock, delivery)
         self._building = threading.Lock()
         self._switch: Switch = settings.switch
+        self._prefill = Prefill(settings.prefill_tokens_per_s)
         self._directory: StoreDirectory | None = None
         with obtaining(settings), ExitStack() as undo:
             if nvme is not None:
@@ -115,6 +120,8 @@ class TieredKVCache:
             if layout is not None:
                 self._link.stack = self._build(layout)
             undo.pop_all()
+        with self._link.planning():
+            pass  # what the start has to say to the mover
         if nvme is not None and settings.namespace is None:
             _log.warning("%s: no namespace: use this directory for one model only", nvme.path)
         watch_forks(self)
@@ -122,12 +129,21 @@ class TieredKVCache:
     # -- asking -------------------------------------------------------------------------------------------------
 
     def lookup(
-        self, tokens: Tokens, extra: Extra | None = None, deadline_s: float = 0.0, *, partial_tail: bool = False
+        self,
+        tokens: Tokens,
+        extra: Extra | None = None,
+        deadline_s: float = 0.0,
+        *,
+        partial_tail: bool = False,
+        prefill_tokens_per_s: PrefillSpeed | Literal["default"] = "default",
     ) -> Match:
         """How much of a prompt is held. Waits for no data; with `deadline_s`, up to that long for blocks in flight.
 
         tokens: ids, 1-D (list, array or tensor; int32 arrays are fastest). extra: what else decides the KV (LoRA,
         salt, image), one value or one per block. partial_tail: also a last partial block (matches whole only).
+        prefill_tokens_per_s: offer only as many leading blocks as gain the most time against a recompute at this speed
+        (`Match.withheld`: the others); "learnt": that of `note_prefill`; None: offer all that is found; default: as the
+        cache was told. Prefill is slower the longer the context: give the speed at lengths where it matters.
         ValueError or TypeError for ids that are none (INT32_MIN in an int32 array may pass where nothing cached could
         be taken for it); leaves no trace but statistics.
         """
@@ -136,17 +152,21 @@ class TieredKVCache:
         if deadline_s > 0:
             link.refuse_worker("lookup(deadline_s=)")
         until = time.monotonic() + deadline_s
+        is_asked = prefill_tokens_per_s != "default" or self._prefill.default is not None
+        block_s = self._prefill.block_s(prefill_tokens_per_s, prompt.block_tokens) if is_asked else 0.0
         stack = link.ask()
         try:
-            match = self._lookup(stack, prompt)
+            match = self._lookup(stack, prompt, block_s)
             while match.pending and (left := until - time.monotonic()) > 0:
                 link.wait_changed(left)
-                match = self._lookup(stack, prompt, again=True)
+                match = self._lookup(stack, prompt, block_s, again=True)
+            if block_s:
+                link.answered(stack)
             return match
         finally:
             link.lock.release()
 
-    def _lookup(self, stack: Stack | None, prompt: Prompt, again: bool = False) -> Match:
+    def _lookup(self, stack: Stack | None, prompt: Prompt, block_s: float, again: bool = False) -> Match:
         """Under the planner's lock. `again`: the same lookup after a wait, counted once."""
         if stack is None or not self.loads_enabled:
             return no_match(prompt, self._epoch)
@@ -154,12 +174,16 @@ class TieredKVCache:
         symbols = prompt.first
         if planner.begins(symbols):  # else it need not be encoded to the end to be told so
             symbols = prompt.symbols
-        found = planner.lookup(symbols, prompt.n, self._link.clock(), tail, again)
+        found = planner.lookup(symbols, prompt.n, self._link.clock(), tail, again, block_s)
         return match_of(found, prompt, symbols, stack.specs, planner.epoch)
 
-    async def alookup(self, tokens: Tokens, extra: Extra | None = None) -> Match:
+    async def alookup(self, tokens: Tokens, extra: Extra | None = None, **options: Any) -> Match:
         """`lookup` for callers in an event loop (it takes microseconds and never waits)."""
-        return self.lookup(tokens, extra)
+        return self.lookup(tokens, extra, **options)
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """The engine computed so many tokens in so long: what `prefill_tokens_per_s="learnt"` goes by. ValueError."""
+        self._prefill.note(tokens, seconds)
 
     def explain(self, tokens: Tokens, extra: Extra | None = None) -> Explanation:
         """Where the blocks of a prompt are, and where prompts leave the cached path. For people; mutates nothing."""

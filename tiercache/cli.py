@@ -14,6 +14,7 @@ from importlib.metadata import version
 from tiercache.cli_check import add_check
 from tiercache.cli_demo import add_demo
 from tiercache.cli_output import OutputClosedError
+from tiercache.cli_plan import add_plan
 from tiercache.cli_replay import add_replay
 from tiercache.errors import TierCacheError
 
@@ -29,6 +30,7 @@ examples:
   tiercache replay example --dram 1GiB --nvme /tmp/kv:5GiB
   tiercache replay example --dram 5% --no-data --json
   tiercache check /mnt/kv --scrub
+  tiercache plan --model config.json --context-tokens 32768 --concurrency 64
 
 `tiercache COMMAND --help` says more on each.
 """
@@ -48,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_demo(commands)
     add_replay(commands)
     add_check(commands)
+    add_plan(commands)
     return parser
 
 

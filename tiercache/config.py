@@ -26,13 +26,16 @@ __all__ = [
     "HBM",
     "POLICIES",
     "RAM_FRACTION",
+    "SPEED_REMEDY",
     "Durability",
     "NVMe",
+    "PrefillSpeed",
     "Settings",
     "Switch",
     "Tier",
     "check_memory",
     "format_size",
+    "is_speed",
     "load_config",
     "parse_size",
     "parse_tier",
@@ -47,7 +50,10 @@ POLICIES = ("lru", "reuse")
 
 Durability: TypeAlias = Literal["power", "process"]
 Switch: TypeAlias = Literal["on", "off", "loads-off", "stores-off"]
+PrefillSpeed: TypeAlias = float | Literal["learnt"] | None
+"""Tokens per second."""
 
+SPEED_REMEDY = 'tokens per second above 0, "learnt", or nothing (all that is found is offered) is needed'
 _DURABILITIES = ("power", "process")
 _SWITCHES = ("on", "off", "loads-off", "stores-off")
 _UNITS = {"B": 1} | {
@@ -295,6 +301,9 @@ class Settings:
     """Give the slow copy up on promotion; None: where the slow tier is under EXCLUSIVE_BELOW times the fast one."""
     ttl_s: float | None = None
     """Seconds after which a block ends that no store names again; None: never. See `TieredKVCache.store`."""
+    prefill_tokens_per_s: PrefillSpeed = None
+    """Speed of a recompute, to which lookups compare loads: a number, "learnt" (from `note_prefill`), or None: they
+    do not, and all that is found is offered."""
     switch: Switch = field(default_factory=_switch_from_env)
     """Kill switch at start; by default from the environment variable TIERCACHE."""
 
@@ -321,6 +330,8 @@ class Settings:
         if self.ttl_s is not None:
             check_ttl("ttl_s", self.ttl_s)
         _check_choice("switch", self.switch, _SWITCHES)
+        if not is_speed(self.prefill_tokens_per_s):
+            raise ConfigError("prefill_tokens_per_s", self.prefill_tokens_per_s, SPEED_REMEDY)
 
     @property
     def loads_enabled(self) -> bool:
@@ -331,6 +342,14 @@ class Settings:
     def stores_enabled(self) -> bool:
         """False where the switch turns stores off."""
         return self.switch in ("on", "loads-off")
+
+
+def is_speed(value: object) -> bool:
+    """Is this a `PrefillSpeed`: tokens per second (finite, above 0), "learnt", or None?"""
+    if value is None or value == "learnt":
+        return True
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 < cast(float, value) < math.inf
 
 
 def _checked_tiers(tiers: Any) -> tuple[Tier, ...]:

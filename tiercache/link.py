@@ -86,6 +86,11 @@ class Link:
             self.lock.release()
             raise
 
+    def answered(self, stack: Stack | None) -> None:
+        """After a question by which something may have to be measured. Under the lock."""
+        if stack is not None:
+            self._hand_over(stack)
+
     def _hand_over(self, stack: Stack) -> None:
         messages = stack.planner.take_messages()
         if messages and not self.closed:

@@ -16,6 +16,7 @@ __all__ = [
     "CALLER",
     "COLD",
     "HINT",
+    "PROBE_S",
     "ROOT",
     "Bools",
     "Claims",
@@ -60,6 +61,8 @@ def no_hints(n: int) -> Hints:
     return hints
 
 
+PROBE_S = 0.05
+"""What a probe has not begun to read by then, it leaves out."""
 CALLER = -1
 """The level number that stands for the caller's own rows: source of a store, destination of a load into `out`."""
 ROOT = -1
@@ -77,6 +80,10 @@ class LevelSpec:
     """True for NVMe: prefix-closed by itself, jobs to it carry claims."""
     pool_threads: int = 2
     """Threads that run its jobs; at most `pool_threads - 1` of them may be lost before it goes offline."""
+    read_latency_s: float = 0.0
+    """With the next: what a load from it is expected to take until one was measured."""
+    read_nbytes_per_s: float = 0.0
+    """0: nothing is known, and a load is expected to take no time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +102,7 @@ class Claims:
     """None: nothing was said of any of them."""
 
 
-JobKind: TypeAlias = Literal["store", "load", "write"]
+JobKind: TypeAlias = Literal["store", "load", "write", "probe"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +111,8 @@ class CopyJob:
 
     id: int
     kind: JobKind
-    """"store": caller to level 0. "load": to level 0 or to the caller, dispatched first. "write": a demotion."""
+    """"store": caller to level 0. "load": to level 0 or to the caller, dispatched first. "write": a demotion. "probe":
+    blocks are read as by a load, within PROBE_S, and go nowhere (its destination is CALLER without rows)."""
     epoch: bytes
     src_level: int
     src_slots: Slots
@@ -181,6 +189,8 @@ class JobResult:
     bad: Bools | None = None
     """Per block of a load: what its source holds could not be read, or is wrong. None: all that are not `ok`, where the
     reason is "io" or "checksum"."""
+    waited_s: float = 0.0
+    """Before `seconds`: from the job's submission (or the end of its delay) until a thread began it."""
 
 
 @dataclass(frozen=True, slots=True)

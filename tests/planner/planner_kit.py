@@ -170,8 +170,10 @@ class Bench:
 
     # -- verbs ------------------------------------------------------------------------------------------------------
 
-    def lookup(self, prompt):
-        return self.planner.lookup(*self.encode(prompt), self.now)
+    def lookup(self, prompt, block_s=0.0):
+        found = self.planner.lookup(*self.encode(prompt), self.now, block_s=block_s)
+        self.take()
+        return found
 
     def store(self, prompt, start=0, epoch=None, priority=0, ttl=math.inf):
         symbols, n = self.encode(prompt)
@@ -390,7 +392,7 @@ class Bench:
         for i, token in enumerate(running.tokens):
             good = bool(mask[i]) and not running.overdue
             if job.dst_level == CALLER:
-                if good:
+                if good and job.kind != "probe":
                     self.rows[job.endpoint][int(job.dst_slots[i])] = token
             else:
                 self._arrive(running, job.dst_level, int(job.dst_slots[i]), token if good else GARBAGE)

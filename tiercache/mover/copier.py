@@ -13,7 +13,7 @@ from tiercache.mover.ledger import BlockLedger
 from tiercache.mover.stats import Counters
 from tiercache.tiers.base import Rows, SlotTier, contiguous_runs
 from tiercache.tiers.dram import map_rows
-from tiercache.types import CALLER, Bools, CopyJob, Slots
+from tiercache.types import CALLER, PROBE_S, Bools, CopyJob, Slots
 
 __all__ = ["Copier", "Staging"]
 
@@ -74,6 +74,9 @@ class Copier:
         started_at = time.monotonic()
         if job.src_level == CALLER:
             self._from_caller(running, begin, end, staging)
+        elif job.kind == "probe":
+            if started_at - (running.started_at or started_at) < PROBE_S:
+                self._from_staged(running, begin, end, staging)
         elif self._is_staged(job.src_level):
             self._from_staged(running, begin, end, staging)
         else:
@@ -131,7 +134,9 @@ class Copier:
         running.bad[begin:end] = ~good
         if tier.verifies and not running.cancelled:
             good = self._verified(running, begin, end, rows, good)
-        if good.any():
+        if job.kind == "probe":
+            running.ok[begin:end] = good
+        elif good.any():
             self._into(running, begin, end, rows, good)
 
     def _verified(self, running: RunningJob, begin: int, end: int, rows: Rows, arrived: Bools) -> Bools:

@@ -162,6 +162,10 @@ def _check_credits(state: PlannerState, loads: Loads) -> Iterator[str]:
             inbound[job.dst_level] += job.n
         if job.also_slots is not None:
             inbound[job.also_level] += int((job.also_slots >= 0).sum())
+    queued = [0 for _ in levels]
+    for load in loads.open.values():
+        for segment in load.segments:
+            queued[segment.source] += len(segment.src)
     holds = [np.zeros(spec.capacity, dtype=np.int32) for spec in state.specs]
     for level, slots in [*((0, load.slots) for load in loads.open.values()), *state.pinned]:
         holds[level][slots] += 1
@@ -173,6 +177,8 @@ def _check_credits(state: PlannerState, loads: Loads) -> Iterator[str]:
             yield f"{state.specs[level].name}: credits {found}, in flight {right} (jobs, delayed, hastened, lost)"
         found_blocks = (credit.inbound, credit.outbound, credit.outbound_writes, credit.held)
         right_blocks = (inbound[level], outbound[level], writes[level], int((holds[level] > 0).sum()))
+        if credit.queued != queued[level]:
+            yield f"{state.specs[level].name}: {credit.queued} blocks counted as queued by loads, {queued[level]} are"
         if (holds[level] != state.holds[level]).any():
             yield f"{state.specs[level].name}: a slot counts other holds than there are"
         if found_blocks != right_blocks:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiercache.arrays import count_levels, first_false, first_true, true_at
 from tiercache.index import Path, Walk
@@ -23,6 +24,7 @@ from tiercache.planner.demotion import Demotion
 from tiercache.planner.explain import Stretch, explain_path
 from tiercache.planner.hinting import Hinting
 from tiercache.planner.loads import Load, Loads
+from tiercache.planner.offer import Offers
 from tiercache.planner.recovery import restore
 from tiercache.planner.results import Outcome, Results
 from tiercache.planner.room import Room
@@ -50,9 +52,11 @@ class Found(NamedTuple):
     words: int
     """Leading int32 words of the prompt that lie on some cached path."""
     load_s: float
-    """Estimate from measured rates; 0 where nothing was measured yet."""
+    """Estimated seconds of a load of `blocks`."""
     plain: bool
     """No symbol on the path has INT32_MIN in it: so nothing else that equals it has."""
+    withheld: int = 0
+    """Readable blocks after `blocks` that are not worth their load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +82,12 @@ class Planner:
         write_after_s: float | None = None,
         max_writes_per_hit: float | None = None,
         limits: Limits | None = None,
+        measures: bool = False,
     ) -> None:
         """specs: the levels, fastest first. width: bytes of a symbol. exclusive: None decides per level, by size:
         a block promoted from a level of under five times the capacity leaves that one. max_writes_per_hit: a block is
         only written to a persistent level where no more writes than that are to be expected for each hit; None: always.
+        measures: probe how fast levels are from the start (else from the first lookup with `block_s` on).
         """
         self._namespace_digest = namespace_digest
         self.state = PlannerState(
@@ -107,6 +113,7 @@ class Planner:
         """A heap of the pins that end by themselves: when, a number, what `unpin` takes."""
         self._pins = itertools.count()
         self.results = Results(self.state, self.loads, self.demotion)
+        self.offers = Offers(self.state, measures)
 
     @property
     def epoch(self) -> bytes:
@@ -124,44 +131,58 @@ class Planner:
         """Does any cached prompt begin with this symbol?"""
         return first in self.state.residency.index.root.children
 
-    def lookup(self, symbols: bytes, n: int, now: float, tail: bytes = b"", again: bool = False) -> Found:
+    def lookup(
+        self, symbols: bytes, n: int, now: float, tail: bytes = b"", again: bool = False, block_s: float = 0.0
+    ) -> Found:
         """How many leading blocks of a prompt have a readable copy. Mutates statistics only; with `again` (the same
-        question asked once more) not even those. `symbols` may be the first one alone where nothing `begins` so."""
+        question asked once more) not even those. `symbols` may be the first one alone where nothing `begins` so.
+
+        block_s: seconds that the prefill of a block takes: only blocks whose load takes less are offered, and levels
+        are probed for it. 0: all are.
+        """
         state, residency = self.state, self.state.residency
         state.now = now
         walk = self._alive(residency.index.walk(symbols, n, tail))
-        blocks, pending, by_level = self._reach(walk.path)
+        blocks, pending, by_level, load_s, withheld = self._reach(walk.path, block_s)
         if not again:
             state.totals.lookups += 1
             state.totals.lookup_blocks += n
-            state.totals.found_blocks += blocks
+            state.totals.found_blocks += blocks + withheld
+            state.totals.blocks_withheld += withheld
             if walk.path and walk.blocks < n:
                 walk.path.nodes[-1].exits += 1
-        load_s = self._estimate(by_level) if blocks else 0.0
-        return Found(blocks, by_level, pending, walk.words, load_s, walk.path.is_plain())
+        return Found(blocks, by_level, pending, walk.words, load_s, walk.path.is_plain(), withheld)
 
-    def _reach(self, path: Path) -> tuple[int, int, tuple[int, ...]]:
-        """Leading readable blocks of a path, blocks in flight after those, and the levels they come from."""
+    def _reach(self, path: Path, block_s: float) -> tuple[int, int, tuple[int, ...], float, int]:
+        """Leading readable blocks of a path that are offered, blocks in flight after those, the levels they come from,
+        the seconds of their load, and readable blocks that are not offered."""
         residency, n = self.state.residency, path.blocks
         if n == 0:
-            return 0, 0, (0,) * residency.levels
+            return 0, 0, (0,) * residency.levels, 0.0, 0
         online = self.state.online_levels()
-        if online[0] and all(map(residency.is_whole, path.nodes)):
-            return n, 0, (n,) + (0,) * (residency.levels - 1)
-        states = residency.states(residency.index.gather(path))
-        best = residency.best_level(states, online)
-        blocks = first_true(best < 0)
-        pending = first_false(np.asarray((states[:, blocks:] == WRITING).any(axis=0)))
-        return blocks, pending, count_levels(best[:blocks], residency.levels)
+        states = best = None
+        pending, is_whole = 0, online[0] and all(map(residency.is_whole, path.nodes))
+        if is_whole and not block_s:
+            return n, 0, (n,) + (0,) * (residency.levels - 1), self.offers.level_s(0, n), 0
+        if not is_whole:
+            states = residency.states(residency.index.gather(path))
+            best = residency.best_level(states, online)
+            n = first_true(best < 0)
+            pending = first_false(np.asarray((states[:, n:] == WRITING).any(axis=0)))
+        if block_s and n:
+            offered, load_s = self.offers.choose(n, states, best, block_s)
+            if offered < n:
+                self.offers.measure_again(best if best is None else best[offered:n])
+                pending = 0
+            self.offers.measure_new()
+            return offered, pending, self._by_level(offered, best), load_s, n - offered
+        assert states is not None and best is not None
+        by_level = count_levels(best[:n], residency.levels)
+        return n, pending, by_level, self.offers.load_s(by_level, states, best), 0
 
-    def _estimate(self, by_level: Sequence[int]) -> float:
-        total = 0.0
-        for level, blocks in enumerate(by_level):
-            rate = self.state.read_rate[level]
-            if rate:
-                queued = self.state.credits[level].outbound
-                total += (blocks + queued * (blocks > 0)) * self.levels[level].block_nbytes / rate
-        return total
+    def _by_level(self, blocks: int, best: NDArray[np.int8] | None) -> tuple[int, ...]:
+        levels = self.state.residency.levels
+        return (blocks,) + (0,) * (levels - 1) if best is None else count_levels(best[:blocks], levels)
 
     # -- verbs --------------------------------------------------------------------------------------------------
 
@@ -240,6 +261,7 @@ class Planner:
         self._begin(now)
         self.loads.pump()
         self.demotion.tend()
+        self.offers.measure_new()
 
     def drain(self, now: float) -> int:
         """Queue everything that the last level lacks, most reusable first, and start all delayed writes.
@@ -340,6 +362,7 @@ class Planner:
         outcome.loads += self.loads.fail_offline()
         self.loads.pump()
         self.demotion.tend()
+        self.offers.measure_new()
         return outcome
 
     # -- the rest -----------------------------------------------------------------------------------------------
@@ -347,6 +370,7 @@ class Planner:
     def restore(self, recovered: Recovered) -> None:
         """Take over what the persistent level held when it was opened. Only on a planner that holds nothing."""
         restore(self.state, recovered)
+        self.offers.measure_new()
 
     def take_messages(self) -> list[MoverMessage]:
         """What the mover must do, in order; empties the outbox. Hand it over before the lock is released."""

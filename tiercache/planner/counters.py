@@ -48,6 +48,10 @@ class PlannerCounters:
     """Whole blocks asked for."""
     found_blocks: int = 0
     """Of those, with a readable copy."""
+    blocks_withheld: int = 0
+    """Of those, not offered since a recompute was expected to be faster."""
+    probes: int = 0
+    """Jobs that only measured how fast a level is."""
     loads: int = 0
     loads_cut: int = 0
     """Loads that took fewer blocks than their match (holds, credits, room)."""

@@ -210,6 +210,7 @@ class Loads:
         self._filling[as_index(_filled(load, dst, also))] = load.id
         for i in range(0, len(src), step):
             part = slice(i, i + step)
+            self.state.credits[source].queued += len(src[part])
             second = None if also is None else (also[0], also[1][part])
             load.segments.append(
                 _Segment(
@@ -256,6 +257,7 @@ class Loads:
         return short
 
     def _submit(self, load: Load, segment: _Segment) -> None:
+        self.state.credits[segment.source].queued -= len(segment.src)
         job = self.state.submit(
             "load",
             (segment.source, segment.src),
@@ -309,6 +311,8 @@ class Loads:
             self._waiters.setdefault(job, []).append(load)
 
     def _unpin_segment(self, segment: _Segment) -> None:
+        """A segment is not submitted any more."""
+        self.state.credits[segment.source].queued -= len(segment.src)
         self.state.residency.unpin(segment.source, segment.src)
         if segment.also is not None:
             self.state.residency.unpin(segment.also[0], present(segment.also[1]))

@@ -58,7 +58,7 @@ class Results:
             if not flight.stale:
                 self._count(flight, result)
         state.finish(flight)
-        if job.kind == "load" and not flight.overdue:
+        if job.kind in ("load", "probe") and not flight.overdue:
             self._after_load(flight, result)
         elif job.kind == "store" and not flight.stale:
             self._after_store(job.dst_slots[ok])
@@ -176,6 +176,12 @@ class Results:
         """Counters and rates of a job that came back in time."""
         job, state = flight.job, self.state
         good = int(result.ok.sum())
+        if job.kind == "probe" or (job.kind == "load" and good == job.n):
+            took_s = result.waited_s + result.seconds
+            state.costs[job.src_level].learn(flight.ahead_nbytes + result.nbytes, took_s if result.nbytes else 0.0)
+            state.measured_at[job.src_level] = state.now
+        if job.kind == "probe":
+            return
         if job.kind == "load":
             source = state.counters[job.src_level]
             source.load_nbytes += result.nbytes
@@ -183,9 +189,6 @@ class Results:
             source.failed_reads += job.n - good
             if job.dst_level != CALLER:
                 state.counters[job.dst_level].promoted += good
-            if result.nbytes and result.seconds > 0:
-                rate, old = result.nbytes / result.seconds, state.read_rate[job.src_level]
-                state.read_rate[job.src_level] = rate if old is None else 0.8 * old + 0.2 * rate
             return
         target = state.counters[job.dst_level]
         target.written += good

@@ -15,6 +15,7 @@ from tiercache.config import EXCLUSIVE_BELOW
 from tiercache.index import Node
 from tiercache.planner.backlog import Backlog
 from tiercache.planner.breaker import Breaker
+from tiercache.planner.cost import WRITES_AHEAD_NBYTES, LevelCost
 from tiercache.planner.counters import LevelCounters, PlannerCounters
 from tiercache.policy import Policy
 from tiercache.residency import Residency
@@ -87,6 +88,8 @@ class Credits:
     """Of `outbound`, blocks being copied down."""
     held: int = 0
     """Blocks that loads, Loaded and explicit pins hold, each counted once."""
+    queued: int = 0
+    """Blocks that loads are yet to submit a job for."""
     delayed: int = 0
     """Source blocks of jobs that wait for `write_after`, or were told not to wait."""
     hastened: int = 0
@@ -106,6 +109,8 @@ class Flight:
     """The load or store it belongs to, 0: none."""
     rows_at: int = 0
     """First row of that load or store."""
+    ahead_nbytes: int = 0
+    """Of a load: what its level had to copy first when it was submitted."""
     overdue: bool = False
     """Holds no credits any more, only its slots."""
     stale: bool = False
@@ -142,8 +147,10 @@ class PlannerState:
     """Per level and slot: how many loads, Loaded and explicit pins hold it."""
     credits: list[Credits] = field(init=False)
     counters: list[LevelCounters] = field(init=False)
-    read_rate: list[float | None] = field(init=False)
-    """Bytes per second of loads from each level, exponentially averaged; None: nothing seen yet."""
+    costs: list[LevelCost] = field(init=False)
+    """What loads from each level take."""
+    measured_at: list[float] = field(init=False)
+    """When a load or a probe last told so, or a probe was sent."""
     delayed: list[dict[int, Flight]] = field(init=False)
     """Per level, the delayed writes out of it that were not told to start, oldest first."""
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -156,7 +163,8 @@ class PlannerState:
         self.credits = [Credits() for _ in range(n)]
         self.holds = [np.zeros(spec.capacity, dtype=np.int32) for spec in self.residency.specs]
         self.counters = [LevelCounters() for _ in range(n)]
-        self.read_rate = [None] * n
+        self.costs = [LevelCost(spec.read_latency_s, spec.read_nbytes_per_s) for spec in self.specs]
+        self.measured_at = [float("-inf")] * n
         self.delayed = [{} for _ in range(n)]
 
     @property
@@ -228,6 +236,12 @@ class PlannerState:
             return 1 << 30
         return max(0, self.limits.in_flight_blocks(self.specs[level].capacity) - self.credits[level].inbound)
 
+    def ahead_nbytes(self, level: int) -> int:
+        """Bytes that a level has to copy before what is submitted now: other loads, and a few of the writes to it."""
+        credit, nbytes = self.credits[level], self.residency.specs[level].block_nbytes
+        reads = (credit.outbound - credit.outbound_writes) * nbytes
+        return reads + min(credit.inbound * nbytes, WRITES_AHEAD_NBYTES) if credit.inbound else reads
+
     def delay_room(self, level: int) -> int:
         """How many more blocks of a level delayed writes may hold."""
         return max(0, self.limits.delayed_blocks(self.specs[level].capacity) - self.credits[level].delayed)
@@ -273,6 +287,8 @@ class PlannerState:
             claims=claims,
         )
         flight = Flight(job, delayed=delay_s is not None, owner=owner, rows_at=rows_at)
+        if kind in ("load", "probe"):
+            flight.ahead_nbytes = self.ahead_nbytes(src[0])
         self.jobs[job.id] = flight
         if flight.delayed:
             self.delayed[job.src_level][job.id] = flight
