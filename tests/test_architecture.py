@@ -22,7 +22,7 @@ ARROWS: list[list[str]] = [
     ["policy", "expiry", "index", "slots", "residency"],
     ["tiers", "catalog*", "directory", "scrub"],
     ["planner", "mover"],
-    ["cache", "assembly", "delivery", "ending", "lifetime", "link", "loaded", "match", "prefill", "stats", "__init__"],
+    ["cache*", "assembly", "delivery", "ending", "lifetime", "link", "loaded", "match", "prefill", "stats", "__init__"],
     ["integrations", "observe", "testing"],
     ["sim"],
     ["cli*", "__main__"],
