@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent / "tiercache"
 
 ARROWS: list[list[str]] = [
     ["types", "errors", "rows", "arrays", "patience", "words"],
-    ["layout", "keys", "checksum", "config", "hints", "sizing*"],
-    ["policy", "expiry", "index", "slots", "residency"],
+    ["layout", "keys", "checksum", "config*", "hints", "sizing*"],
+    ["policy", "expiry", "index", "remote", "slots", "residency"],
     ["tiers", "catalog*", "directory", "scrub"],
     ["planner", "mover"],
     ["cache*", "assembly", "delivery", "ending", "lifetime", "link", "loaded", "match", "prefill", "stats", "__init__"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,16 +16,18 @@ from tiercache.config import (
     DRAM,
     HBM,
     NVMe,
+    Remote,
     Settings,
-    check_memory,
     format_size,
     load_config,
     parse_size,
     parse_tier,
     ram_nbytes,
 )
+from tiercache.config_memory import check_memory
 from tiercache.errors import ConfigError, LayoutError
 from tiercache.layout import KVLayout, Namespace
+from tiercache.testing import MemoryKeyTier
 
 GIB = 1 << 30
 NO_GROUP: dict[str, str] = {}
@@ -490,3 +493,57 @@ def test_the_real_machine() -> None:
     assert check_memory(fits) == fits
     with pytest.raises(ConfigError, match="fits"):
         check_memory(fits + 1)
+
+
+# --- the remote tier -------------------------------------------------------------------------------------------------
+
+KEYS = MemoryKeyTier(1)
+
+
+def test_a_remote_tier_is_no_slot_tier() -> None:
+    settings = load_config(
+        {"tiers": [HBM("1GiB"), "dram:8GiB", Remote(KEYS), NVMe("/mnt/kv", "9GiB")], "namespace": "m"}
+    )
+    assert [type(tier) for tier in settings.tiers] == [HBM, DRAM, NVMe]
+    assert settings.remote == Remote(KEYS, quota=0.2)
+    assert load_config({"tiers": ["dram:1GiB", Remote(KEYS, 0.5)], "namespace": "m"}).remote == Remote(KEYS, 0.5)
+    assert load_config({"tiers": ["dram:1GiB"]}).remote is None
+
+
+@pytest.mark.parametrize(
+    ("tiers", "namespace", "field", "remedy"),
+    [
+        (["dram:1GiB", Remote(KEYS)], None, "namespace", "name model and weights"),
+        ([Remote(KEYS)], "m", "tiers", "a tier in memory is needed"),
+        ([Remote(KEYS), "nvme:/kv:1GiB"], "m", "tiers", "a tier in memory is needed"),
+        ([Remote(KEYS), "dram:1GiB"], "m", "tiers[0]", "HBM, DRAM, Remote, NVMe"),
+        (["dram:1GiB", "nvme:/kv:1GiB", Remote(KEYS)], "m", "tiers[2]", "HBM, DRAM, Remote, NVMe"),
+        (["dram:1GiB", Remote(KEYS), Remote(KEYS)], "m", "tiers[2]", "allowed once"),
+    ],
+)
+def test_a_remote_tier_out_of_place(tiers: list[Any], namespace: str | None, field: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(remedy)) as caught:
+        load_config({"tiers": tiers, "namespace": namespace})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"tier": object()}, "Remote.tier"),
+        ({"tier": "redis://h"}, "Remote.tier"),
+        ({"quota": 0}, "Remote.quota"),
+        ({"quota": 1.1}, "Remote.quota"),
+        ({"quota": True}, "Remote.quota"),
+        ({"find_deadline_s": 0}, "Remote.find_deadline_s"),
+        ({"read_deadline_s": float("nan")}, "Remote.read_deadline_s"),
+        ({"hint_s": -1}, "Remote.hint_s"),
+        ({"missing_s": "2"}, "Remote.missing_s"),
+        ({"hint_blocks": 0}, "Remote.hint_blocks"),
+        ({"threads": 1}, "Remote.threads"),
+    ],
+)
+def test_wrong_values_of_a_remote_tier(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Remote(**{"tier": KEYS, **values})
+    assert caught.value.field == field

@@ -19,7 +19,8 @@ from tiercache.assembly import (
     nvme_of,
     obtaining,
 )
-from tiercache.config import Settings, Switch, check_memory, ram_nbytes
+from tiercache.config import Settings, Switch, ram_nbytes
+from tiercache.config_memory import check_memory
 from tiercache.delivery import Delivery
 from tiercache.directory import StoreDirectory
 from tiercache.ending import flush, stop

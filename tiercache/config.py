@@ -11,11 +11,12 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
+from tiercache.config_remote import Remote, take_remote
 from tiercache.errors import ConfigError, LayoutError
 from tiercache.hints import check_ttl
 from tiercache.layout import KVLayout, Namespace
@@ -25,15 +26,14 @@ __all__ = [
     "EXCLUSIVE_BELOW",
     "HBM",
     "POLICIES",
-    "RAM_FRACTION",
     "SPEED_REMEDY",
     "Durability",
     "NVMe",
     "PrefillSpeed",
+    "Remote",
     "Settings",
     "Switch",
     "Tier",
-    "check_memory",
     "format_size",
     "is_speed",
     "load_config",
@@ -42,8 +42,6 @@ __all__ = [
     "ram_nbytes",
 ]
 
-RAM_FRACTION = 0.85
-"""The most of physical memory, or of the cgroup's limit, that tiers in host memory may take together."""
 EXCLUSIVE_BELOW = 5
 """A slow tier under this many times the fast one gives its copy up on promotion."""
 POLICIES = ("lru", "reuse")
@@ -62,8 +60,6 @@ _UNITS = {"B": 1} | {
     for unit, base in ((f"{letter}B", 1000), (f"{letter}IB", 1024))
 }
 _REMOTE_SCHEMES = ("mooncake", "redis", "rdma")
-_NO_LIMIT_NBYTES = 1 << 60
-"""cgroup v1 writes "no limit" as a number near 2**63."""
 
 
 def parse_size(value: int | str, field_name: str = "size") -> int:
@@ -241,13 +237,13 @@ def _build(make: Any, values: Mapping[str, Any], where: str) -> Any:
     return make(**values)
 
 
-def parse_tier(tier: Tier | str | Mapping[str, Any], where: str = "tier") -> Tier:
+def parse_tier(tier: Tier | Remote | str | Mapping[str, Any], where: str = "tier") -> Tier | Remote:
     """A tier from itself, from a string, or from a mapping (`kind` and the fields of the class).
 
     Strings: `dram:8GiB`, `nvme:/mnt/kv:200GiB` (the path may hold colons), `hbm:2GiB`, `hbm:cpu:2GiB`. ConfigError
-    otherwise; remote tiers are not available in this version.
+    otherwise; remote tiers are objects (Remote) and have no strings in this version.
     """
-    if isinstance(tier, (HBM, DRAM, NVMe)):
+    if isinstance(tier, (HBM, DRAM, NVMe, Remote)):
         return tier
     if isinstance(tier, Mapping):
         kind = tier.get("kind")
@@ -288,7 +284,8 @@ class Settings:
     """Everything a cache is built from, checked. ConfigError (or LayoutError, from a KVLayout) where it is wrong."""
 
     tiers: tuple[Tier, ...]
-    """Fastest first: HBM, DRAM, NVMe, each at most once. Also given as a list, as strings or as mappings."""
+    """Slot tiers, fastest first: HBM, DRAM, NVMe, each at most once. Also given as a list, as strings or as mappings;
+    a Remote among them becomes `remote`."""
     layout: KVLayout | None = None
     """None: learnt from the first store or from the manifest. Also given as a mapping."""
     namespace: Namespace | None = None
@@ -306,10 +303,15 @@ class Settings:
     do not, and all that is found is offered."""
     switch: Switch = field(default_factory=_switch_from_env)
     """Kill switch at start; by default from the environment variable TIERCACHE."""
+    remote: Remote | None = None
+    """The key tier; also given among `tiers`, after HBM and DRAM, before NVMe. Needs a namespace."""
 
     def __post_init__(self) -> None:
         """Check, and turn every short form into the object it stands for."""
-        object.__setattr__(self, "tiers", _checked_tiers(self.tiers))
+        tiers, remote = _checked_tiers(self.tiers)
+        object.__setattr__(self, "tiers", tiers)
+        if remote is not None:
+            object.__setattr__(self, "remote", remote)
         layout: Any = self.layout
         if isinstance(layout, Mapping):
             try:
@@ -319,6 +321,8 @@ class Settings:
         elif layout is not None and not isinstance(layout, KVLayout):
             raise ConfigError("layout", layout, "a KVLayout, or a table of block_shape and dtype, is needed")
         object.__setattr__(self, "namespace", _checked_namespace(self.namespace))
+        if self.remote is not None and self.namespace is None:
+            raise ConfigError("namespace", None, "a remote tier is shared: name model and weights")
         object.__setattr__(self, "epoch", _checked_epoch(self.epoch))
         _check_int("block_tokens", self.block_tokens, 1, 1 << 20)
         _check_choice("policy", self.policy, POLICIES)
@@ -352,19 +356,19 @@ def is_speed(value: object) -> bool:
     return number and 0 < cast(float, value) < math.inf
 
 
-def _checked_tiers(tiers: Any) -> tuple[Tier, ...]:
+def _checked_tiers(tiers: Any) -> tuple[tuple[Tier, ...], Remote | None]:
     example = 'a list of tiers is needed, fastest first, such as ["dram:8GiB", "nvme:/mnt/kv:200GiB"]'
     if isinstance(tiers, (str, bytes)) or not isinstance(tiers, Sequence) or not tiers:
         raise ConfigError("tiers", tiers, example)
-    parsed = tuple(parse_tier(tier, f"tiers[{i}]") for i, tier in enumerate(tiers))
     order = tuple(_TIERS.values())
+    parsed, remote = take_remote([parse_tier(tier, f"tiers[{i}]") for i, tier in enumerate(tiers)], order)
     places = [order.index(type(tier)) for tier in parsed]
     for i in range(1, len(places)):
         if places[i] == places[i - 1]:
             raise ConfigError(f"tiers[{i}]", tiers[i], "each kind of tier is allowed once")
         if places[i] < places[i - 1]:
             raise ConfigError(f"tiers[{i}]", tiers[i], "tiers go from fast to slow: HBM, DRAM, NVMe")
-    return parsed
+    return parsed, remote
 
 
 def _checked_namespace(value: Any) -> Namespace | None:
@@ -412,50 +416,3 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Settings:
 def ram_nbytes(tiers: Iterable[Tier]) -> int:
     """Bytes of host memory that these tiers take: DRAM, and HBM on the device "cpu"."""
     return sum(t.size_nbytes for t in tiers if isinstance(t, DRAM) or (isinstance(t, HBM) and t.device == "cpu"))
-
-
-def _read_text(path: str) -> str | None:
-    """The file's text; None where it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-
-
-def check_memory(ram_bytes: int, read: Callable[[str], str | None] = _read_text) -> int | None:
-    """Refuse more host memory than RAM_FRACTION of the machine's, or of the cgroup's limit (v1 or v2).
-
-    Returns the most that fits, in bytes; None where nothing is known of the machine. `read` gives the text of a file,
-    None where there is none (for tests). ConfigError says what would fit.
-    """
-    limits = []
-    match = re.search(r"^MemTotal:\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE)
-    if match:
-        limits.append((int(match[1]) * 1024, "physical memory"))
-    limits += [(limit, "the cgroup's memory limit") for limit in _cgroup_limits(read)]
-    if not limits:
-        return None
-    limit, what = min(limits)
-    fits = int(limit * RAM_FRACTION)
-    if ram_bytes > fits:
-        remedy = f"at most {format_size(fits)} fits ({RAM_FRACTION:.0%} of {what}, {format_size(limit)})"
-        raise ConfigError("tiers (host memory)", format_size(ram_bytes), f"{remedy}: make DRAM smaller")
-    return fits
-
-
-def _cgroup_limits(read: Callable[[str], str | None]) -> list[int]:
-    """Memory limits of this process's cgroups and all above them that can be seen."""
-    limits = []
-    for line in (read("/proc/self/cgroup") or "").splitlines():
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, name = (
-            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes") if controllers else ("/sys/fs/cgroup", "memory.max")
-        )
-        own = PurePosixPath("/", *(part for part in PurePosixPath(path).parts if part not in ("/", "..")))
-        for folder in (own, *own.parents):
-            text = (read(f"{top}{folder if str(folder) != '/' else ''}/{name}") or "").strip()
-            if text.isdecimal() and int(text) < _NO_LIMIT_NBYTES:
-                limits.append(int(text))
-    return limits

@@ -1,9 +1,10 @@
-"""Shipped for tests: faulty, delaying and hanging tiers and files, a mover run by hand, and the suite for every tier.
+"""Shipped for tests: faulty, delaying and hanging tiers and files, key tiers, a mover run by hand, suites for tiers.
 
-The suite is in `tiercache.testing.tier_suite`, the only module that needs pytest.
+The suites are in `tier_suite`, `key_tier_suite` and `cache_suite`, the only modules that need pytest.
 """
 
 from tiercache.testing.faults import FaultPlan, FaultyFiles
+from tiercache.testing.key_tiers import FaultyKeyTier, HangingKeyTier, MemoryKeyTier, SlowKeyTier, WrappedKeyTier
 from tiercache.testing.stepped import SteppedMover
 from tiercache.testing.tiers import DelayingTier, FaultyTier, FlakyTier, HangingTier, WrappedTier
 
@@ -11,9 +12,14 @@ __all__ = [
     "DelayingTier",
     "FaultPlan",
     "FaultyFiles",
+    "FaultyKeyTier",
     "FaultyTier",
     "FlakyTier",
+    "HangingKeyTier",
     "HangingTier",
+    "MemoryKeyTier",
+    "SlowKeyTier",
     "SteppedMover",
+    "WrappedKeyTier",
     "WrappedTier",
 ]

@@ -1,0 +1,83 @@
+"""Remote: the key tier of a cache, as a tier object in `tiers`. It has no slots of its own.
+
+ConfigError names the field, its value, and what would be right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiercache.errors import ConfigError
+
+__all__ = ["REMOTE_NAME", "Remote", "take_remote"]
+
+REMOTE_NAME = "remote"
+"""What `Match.by_tier` and the statistics call it."""
+_VERBS = ("find", "get", "put", "remove", "close")
+
+
+@dataclass(frozen=True)
+class Remote:
+    """Blocks that other caches have put into a key tier (`tiercache.remote.KeyTier`). Needs a `namespace`, and an
+    `epoch` that those caches share. The tier is the caller's: several caches may use one, none of them closes it."""
+
+    tier: Any
+    """A KeyTier."""
+    quota: float = 0.2
+    """The share of HBM's and of DRAM's slots that blocks from here, and blocks computed under them, may take until
+    their prompt was used twice more. Rounded down, but at least one block."""
+    find_deadline_s: float = 1.0
+    read_deadline_s: float = 1.0
+    """Of one job, of at most 64 blocks and 16 MiB."""
+    hint_s: float = 30.0
+    """How long it is believed that a block is there."""
+    missing_s: float = 2.0
+    """How long it is believed that a block is not there, or cannot be had."""
+    hint_blocks: int = 1 << 18
+    """Blocks of which either is remembered; some 100 bytes each."""
+    threads: int = 8
+    """Threads that ask and read; half of them at most do the same."""
+
+    def __post_init__(self) -> None:
+        """Check."""
+        lacking = [verb for verb in _VERBS if not callable(getattr(self.tier, verb, None))]
+        if lacking:
+            raise ConfigError("Remote.tier", self.tier, f"a key tier with {', '.join(lacking)} is needed")
+        if not _is_number(self.quota) or not 0 < self.quota <= 1:
+            raise ConfigError("Remote.quota", self.quota, "a share above 0 and of at most 1 is needed, such as 0.2")
+        for name in ("find_deadline_s", "read_deadline_s", "hint_s", "missing_s"):
+            value = getattr(self, name)
+            if not _is_number(value) or value <= 0:
+                raise ConfigError(f"Remote.{name}", value, "a number of seconds above 0 is needed")
+        _check_int("Remote.hint_blocks", self.hint_blocks, 1, 1 << 30)
+        _check_int("Remote.threads", self.threads, 2, 256)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(name, value, f"an integer from {low} to {high} is needed")
+
+
+def take_remote(tiers: Sequence[Any], slot_tiers: tuple[type, ...]) -> tuple[tuple[Any, ...], Remote | None]:
+    """The slot tiers among these, and the remote one. ConfigError where there are two, or where it is out of order:
+    it comes after HBM and DRAM, before NVMe. `slot_tiers`: the classes of slot tiers, in that order."""
+    at = [i for i, tier in enumerate(tiers) if isinstance(tier, Remote)]
+    rest = tuple(tier for tier in tiers if not isinstance(tier, Remote))
+    if len(at) > 1:
+        raise ConfigError(f"tiers[{at[1]}]", tiers[at[1]], "each kind of tier is allowed once")
+    if not at:
+        return rest, None
+    memory, disks = slot_tiers[:-1], slot_tiers[-1:]
+    if not any(isinstance(tier, memory) for tier in rest):
+        raise ConfigError("tiers", list(tiers), "a tier in memory is needed before Remote, such as dram:8GiB")
+    before, after = tiers[: at[0]], tiers[at[0] :]
+    if any(isinstance(tier, disks) for tier in before) or any(isinstance(tier, memory) for tier in after):
+        raise ConfigError(f"tiers[{at[0]}]", tiers[at[0]], "tiers go from fast to slow: HBM, DRAM, Remote, NVMe")
+    return rest, tiers[at[0]]
