@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from cache_kit import (
 from tiercache import ConfigError, TieredKVCache
 from tiercache.assembly import Seams
 from tiercache.prefill import Prefill
-from tiercache.testing import DelayingTier
+from tiercache.testing import DelayingTier, HangingTier
 
 TOKENS = prompt(1, 2, 3, 4, 5, 6, 7, 8)
 N = 8
@@ -102,6 +103,27 @@ def test_a_probe_gives_up_what_it_could_not_begin_in_time(tmp_path):
         assert eventually(lambda: costs[1].jobs == 1)
         assert 0 < read_nbytes(cache) < 160 * LAYOUT.block_nbytes
         assert is_clean(cache) and cache.stats().tiers[1].breaker == "closed"
+
+
+def test_a_probe_that_hangs_holds_nobody_up(tmp_path):
+    tiers = []
+
+    def wrap(tier):
+        if tier.name == "nvme":
+            tier = HangingTier(tier)
+            tier.hang("read")
+            tiers.append(tier)
+        return tier
+
+    more = {"nvme": {"read_deadline_s": 1.0}, "prefill_tokens_per_s": 100.0, "seams": Seams(wrap_tier=wrap)}
+    with warm(tmp_path, **more) as cache:
+        assert tiers[0].wait_hung()
+        began = time.monotonic()
+        assert cache.lookup(TOKENS).blocks == N and store(cache, prompt(50)).accepted == 1 and cache.flush(WAIT_S)
+        assert time.monotonic() - began < 1.0, "no verb waits for a probe, and none for its deadline"
+        assert eventually(lambda: cache.stats().tiers[1].overdue_jobs == 1)
+        tiers[0].wake()
+        assert is_clean(cache) and cache.lookup(TOKENS).blocks == N
 
 
 def test_the_learnt_speed(tmp_path):

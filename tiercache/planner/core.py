@@ -401,8 +401,9 @@ class Planner:
         return dropped
 
     def under_way(self) -> UnderWay:
-        """What is being copied now (delayed writes are not), for `is_over`."""
-        jobs = frozenset(each.job.id for each in self.state.jobs.values() if not each.delayed or each.expedited)
+        """What is being copied now (delayed writes are not, and probes are no copies), for `is_over`."""
+        flights = [each for each in self.state.jobs.values() if each.job.kind != "probe"]
+        jobs = frozenset(each.job.id for each in flights if not each.delayed or each.expedited)
         return UnderWay(jobs, tuple(load for load in self.loads.open.values() if not load.done))
 
     def is_over(self, under_way: UnderWay) -> bool:
