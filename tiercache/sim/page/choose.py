@@ -61,6 +61,8 @@ def _around(own: int, unique_blocks: int, few: bool) -> list[int]:
     multiples = _FEW_MULTIPLES if few else _MULTIPLES
     sizes = sorted({own, *(max(1, round(times * own)) for times in multiples)})
     if own > 4 * unique_blocks:  # none of the smaller ones would evict anything either
-        sizes = sorted({own, *(max(1, round(share * unique_blocks)) for share in ((0.05, 0.2) if few else SHARES[1::2]))})
+        sizes = sorted(
+            {own, *(max(1, round(share * unique_blocks)) for share in ((0.05, 0.2) if few else SHARES[1::2]))}
+        )
     ample = [size for size in sizes if size >= unique_blocks]
     return [size for size in sizes if size < unique_blocks or size == own or size == ample[0]]

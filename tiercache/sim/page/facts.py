@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tiercache.sim.drivers import DriverSettings
 from tiercache.sim.options import Progress, ReplayOptions
@@ -25,7 +25,7 @@ DAY_S = 86400.0
 class PageOptions:
     """What a page is made with, besides the replay."""
 
-    prefill: Prefill = Prefill()
+    prefill: Prefill = field(default_factory=Prefill)
     prefill_given: bool = False
     """Whether the user said anything about model and GPU; else the page says that they are an assumption."""
     block_bytes_given: bool = False
@@ -105,7 +105,9 @@ class Facts:
 
     def sized(self, dram_slots: int, nvme_slots: int | None) -> Sized | None:
         """What these sizes bring, where they were tried."""
-        return next((each for each in self.grid if (each.dram_slots, each.nvme_slots) == (dram_slots, nvme_slots)), None)
+        return next(
+            (each for each in self.grid if (each.dram_slots, each.nvme_slots) == (dram_slots, nvme_slots)), None
+        )
 
 
 def gather(

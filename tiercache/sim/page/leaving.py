@@ -113,9 +113,7 @@ def _per_kind(kind: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[int, 
     return tuple(int(values[kind == each].sum()) for each in range(len(KINDS)))
 
 
-def _top_exits(
-    trace: Trace, places: Places, exits: NDArray[np.int64], new: NDArray[np.int64]
-) -> tuple[ExitPoint, ...]:
+def _top_exits(trace: Trace, places: Places, exits: NDArray[np.int64], new: NDArray[np.int64]) -> tuple[ExitPoint, ...]:
     blocks, which, left = np.unique(exits, return_inverse=True, return_counts=True)
     tokens = np.zeros(len(blocks), np.int64)
     np.add.at(tokens, which, new)

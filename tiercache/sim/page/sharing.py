@@ -42,7 +42,7 @@ class Stretch:
     """The place after its last token: all before it is shared by these requests too."""
     requests: int
     saved_tokens: int
-    """What a cache without bounds saves by it: tokens times (requests - 1). Over all stretches they add up to all hits."""
+    """What a cache without bounds saves by it: tokens times (requests - 1). Of all stretches it adds up to all hits."""
 
 
 @dataclass(frozen=True, slots=True)
