@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -16,12 +17,14 @@ from numpy.typing import NDArray
 from tiercache.sim.baselines import simulate
 from tiercache.sim.drivers import DriverSettings, PlanDriver
 from tiercache.sim.options import Progress, ReplayOptions
+from tiercache.sim.ordered import ReplayError
 from tiercache.sim.requests import driver_settings, load_trace, replay_requests
 from tiercache.sim.trace import Trace
 
 __all__ = ["Cell", "Found", "Watched", "measure", "processes", "run_cell", "watch"]
 
 _MOST_PROCESSES = 16
+_ENDS_WITHIN_S = 10.0
 _WORTH_A_PROCESS = 2_000_000
 """Block accesses of all cells together, from which processes of their own pay."""
 
@@ -110,7 +113,7 @@ def measure(
 ) -> dict[Cell, Found]:
     """Measure all cells in their order, `workers` at a time (0: in this process), and say after each how far it is.
 
-    Each worker reads the trace for itself. Raises what a cell raises, and BrokenProcessPool where a worker died.
+    Each worker reads the trace for itself. Raises what a cell raises, and ReplayError where a worker died.
     """
     found: dict[Cell, Found] = {}
     cells = list(dict.fromkeys(cells))
@@ -126,10 +129,15 @@ def measure(
         for cell in cells:
             note(cell, run_cell(cell, trace, options))
         return found
-    with _pool(workers, options) as submit:
-        waiting = {submit(cell): cell for cell in cells}
-        for future in as_completed(waiting):
-            note(waiting[future], future.result())
+    try:
+        with _pool(workers, options) as submit:
+            waiting = {submit(cell): cell for cell in cells}
+            for future in as_completed(waiting):
+                note(waiting[future], future.result())
+    except BrokenProcessPool as error:
+        raise ReplayError(
+            f"a process that replayed for the page ended by itself: is there memory for {workers}, and still a trace?"
+        ) from error
     return found
 
 
@@ -142,8 +150,11 @@ def _pool(workers: int, options: ReplayOptions) -> Iterator[Callable[[Cell], Fut
         yield lambda cell: pool.submit(_run, cell)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
-        for child in set(multiprocessing.active_children()) - before:
+        ours = set(multiprocessing.active_children()) - before
+        for child in ours:
             child.terminate()
+        for child in ours:
+            child.join(_ENDS_WITHIN_S)
         raise
     finally:
         pool.shutdown()

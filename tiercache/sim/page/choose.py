@@ -16,7 +16,7 @@ PLANNED = ("reuse", "lru")
 SIMULATED = ("arc", "s3fifo", "lru2", "min")
 LONG_TRACE = 4_000_000
 """Block accesses from which on fewer sizes are tried."""
-_MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
+_MULTIPLES = (0.5, 1.0, 2.0, 4.0)
 _FEW_MULTIPLES = (0.5, 1.0, 2.0)
 _OF_DRAM = (5.0, 20.0)
 """NVMe sizes tried where the user has none, in multiples of DRAM."""
