@@ -71,7 +71,7 @@ def check_page_options(args: argparse.Namespace) -> PageOptions | None:
 def _prefill(args: argparse.Namespace) -> Prefill:
     from tiercache.sim.prefill import GPU_TFLOPS, Prefill, parse_params
 
-    name = (args.gpu or "h100").lower()
+    name = "h100" if args.gpu is None else args.gpu.lower()
     if args.prefill_tokens_per_s is not None and any(
         getattr(args, other) is not None for other in _NEEDS_REPORT if other != "prefill_tokens_per_s"
     ):
@@ -85,7 +85,7 @@ def _prefill(args: argparse.Namespace) -> Prefill:
     usual = Prefill()
     return Prefill(
         params=usual.params if args.model_params is None else parse_params(args.model_params, "--model-params"),
-        gpu=name,
+        gpu=name.upper() if name in GPU_TFLOPS else args.gpu or name,
         tflops=GPU_TFLOPS[name] if args.gpu_tflops is None else args.gpu_tflops,
         mfu=usual.mfu if args.mfu is None else args.mfu,
         measured_tokens_per_s=args.prefill_tokens_per_s,

@@ -34,7 +34,7 @@ class Prefill:
 
     params: float = 8e9
     """Weights that a token passes through (of a mixture of experts, the active ones)."""
-    gpu: str = "h100"
+    gpu: str = "H100"
     """Only a label where `tflops` was given."""
     tflops: float = GPU_TFLOPS["h100"]
     """What the GPU could do at most, dense."""

@@ -83,7 +83,7 @@ def prefill_words(facts: Facts) -> str:
     prefill = facts.page.prefill
     if prefill.measured_tokens_per_s is not None:
         return f"{rate(prefill.measured_tokens_per_s)} prompt tokens a second and GPU"
-    return f"{rate(prefill.params / 1e9)} B parameters on one {prefill.gpu.upper()}"
+    return f"{rate(prefill.params / 1e9)} B parameters on one {prefill.gpu}"
 
 
 def _more(facts: Facts) -> list[str]:
