@@ -7,6 +7,7 @@ could not do its work; 130 interrupted. Tables and answers go to stdout, progres
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -59,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises SystemExit for --help, --version and arguments that argparse refuses (status 2); nothing for other trouble.
     """
+    argv = sys.argv[1:] if argv is None else argv
     args = build_parser().parse_args(argv)
+    args.command = shlex.join(["tiercache", *argv])
     try:
         status: int = args.run(args)
     except TierCacheError as error:
