@@ -17,12 +17,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "tiercache"
 
 ARROWS: list[list[str]] = [
-    ["types", "errors", "rows", "arrays", "patience"],
-    ["layout", "keys", "checksum", "config*"],
-    ["policy", "index", "remote", "slots", "residency"],
+    ["types", "errors", "rows", "arrays", "patience", "words"],
+    ["layout", "keys", "checksum", "config*", "hints", "sizing*"],
+    ["policy", "expiry", "index", "remote", "slots", "residency"],
     ["tiers", "catalog*", "directory", "scrub"],
     ["planner", "mover"],
-    ["cache", "assembly", "delivery", "ending", "lifetime", "link", "loaded", "match", "stats", "__init__"],
+    ["cache*", "assembly", "delivery", "ending", "lifetime", "link", "loaded", "match", "prefill", "stats", "__init__"],
     ["integrations", "observe", "testing"],
     ["sim"],
     ["cli*", "__main__"],

@@ -55,7 +55,7 @@ def test_a_manifest_is_read_back_or_refused() -> None:
         with pytest.raises(DamagedCatalogError, match="add up"):
             Manifest.from_json(nonsense.to_json())
     with pytest.raises(FormatVersionError, match="nothing was changed"):
-        Manifest.from_json(written.to_json().replace(b'"format": 1', b'"format": 99'))
+        Manifest.from_json(written.to_json().replace(b'"format": 2', b'"format": 99'))
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ from tiercache.config import (
     NVMe,
     Remote,
     Settings,
-    check_memory,
     format_size,
     load_config,
     parse_size,
     parse_tier,
     ram_nbytes,
 )
+from tiercache.config_memory import check_memory
 from tiercache.errors import ConfigError, LayoutError
 from tiercache.layout import KVLayout, Namespace
 from tiercache.testing import MemoryKeyTier

@@ -142,7 +142,7 @@ def test_a_directory_that_would_start_cold(path: Path, reason: str) -> None:
     if reason == "epoch":
         (path / "epoch").write_text("00")
     else:
-        (path / "STORE").write_text(json.dumps({"format": 1, "store_id": "ab" * 16}))
+        (path / "STORE").write_text(json.dumps({"format": 2, "store_id": "ab" * 16}))
     before = contents(path)
     for fix in (False, True):
         report = check_directory(path, fix=fix)
@@ -170,7 +170,7 @@ def test_no_store_there(tmp_path: Path) -> None:
 
 
 def test_another_format(path: Path) -> None:
-    (path / "STORE").write_text(json.dumps({"format": 2, "store_id": "ab" * 16}))
+    (path / "STORE").write_text(json.dumps({"format": 99, "store_id": "ab" * 16}))
     with pytest.raises(FormatVersionError, match="use the version that wrote it"):
         check_directory(path, fix=True)
     shutil.rmtree(path)

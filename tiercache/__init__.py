@@ -16,10 +16,12 @@ from tiercache.layout import KVLayout, Namespace
 from tiercache.loaded import Loaded, LoadFuture
 from tiercache.match import Match, Pin, Ticket
 from tiercache.stats import CacheStats, TierStats
+from tiercache.types import COLD
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "COLD",
     "DRAM",
     "HBM",
     "CacheClosedError",

@@ -42,6 +42,8 @@ __all__ = [
 _log = logging.getLogger("tiercache")
 
 MEMORY_THREADS = 2
+_EXPECTED = {HBM: (1e-4, 4e9), DRAM: (1e-4, 4e9), NVMe: (1e-3, 1e9)}
+"""Latency (s) and rate (bytes/s) of a load from each kind of tier until one was measured; most machines do more."""
 _NO_NAMESPACE = b"\0" * 16
 
 
@@ -179,6 +181,8 @@ def _specs(settings: Settings, opened: Sequence[SlotTier], layout: KVLayout) -> 
             layout.block_nbytes,
             persistent=isinstance(tier, NVMe),
             pool_threads=tier.threads if isinstance(tier, NVMe) else MEMORY_THREADS,
+            read_latency_s=_EXPECTED[type(tier)][0],
+            read_nbytes_per_s=_EXPECTED[type(tier)][1],
         )
         for tier, each in zip(settings.tiers, opened, strict=True)
     ]
@@ -219,6 +223,7 @@ def _make_planner(settings: Settings, specs: list[LevelSpec], width: int, epoch:
         max_writes_per_hit=nvme.max_writes_per_hit if nvme is not None else None,
         limits=limits,
         remote=_remote_limits(settings),
+        measures=settings.prefill_tokens_per_s is not None,
     )
 
 

@@ -2,54 +2,43 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from tiercache.assembly import (
     Seams,
     Stack,
-    build_stack,
-    check_devices,
-    known_layout,
-    nvme_of,
-    obtaining,
     steady_wall_clock,
 )
-from tiercache.config import Settings, Switch, Tier, check_memory, load_config, ram_nbytes
+from tiercache.cache_life import CacheLife
+from tiercache.config import PrefillSpeed, Switch, Tier, load_config
 from tiercache.delivery import AtOnce, Delivery
-from tiercache.directory import StoreDirectory
-from tiercache.ending import flush, stop
 from tiercache.errors import ConfigError, NotDurableError
+from tiercache.hints import check_priority, check_ttl
 from tiercache.keys import Extra, Prompt, Tokens, encode_prompt
 from tiercache.layout import CallerRows, KVLayout, Namespace
-from tiercache.lifetime import forget_forks, watch_forks
-from tiercache.link import Link
 from tiercache.loaded import Loaded, LoadFuture, release_result
 from tiercache.match import Match, Pin, Ticket, diverged_at, match_of, no_match
 from tiercache.planner import Explanation
-from tiercache.stats import CacheStats, collect
 from tiercache.types import Slots
 
 __all__ = ["TieredKVCache"]
 
-_log = logging.getLogger("tiercache")
 
-
-class TieredKVCache:
+class TieredKVCache(CacheLife):
     """KV blocks in HBM, DRAM and on NVMe under one prefix index. Safe to call from several threads.
 
     tiers: fastest first, objects or strings ("hbm:2GiB", "dram:8GiB", "nvme:/mnt/kv:200GiB"). layout: shape and dtype
     of a block; learnt from the first store, or from the directory, where it is not given. namespace: what makes KV
     interchangeable (without one, use one directory per model). epoch: which weights. block_tokens: tokens per block.
     policy: order of eviction. exclusive: whether a promoted block leaves the slow tier (None: by size). switch: "on",
-    "off", "loads-off", "stores-off" (None: the environment variable TIERCACHE, else "on"). clock: wall-clock seconds,
-    never going back. delivery: when the mover's messages take effect. seams: where tests put faulty parts.
+    "off", "loads-off", "stores-off" (None: the environment variable TIERCACHE, else "on"). ttl_s: see `store`.
+    prefill_tokens_per_s: how fast the engine recomputes, or "learnt" (from `note_prefill`): lookups then offer only
+    what is loaded sooner. clock: wall-clock seconds, never going back. delivery: when the mover's messages take effect.
+    seams: where tests put faulty parts.
 
     Raises ConfigError (names the field, its value and the remedy), DirectoryInUseError, FormatVersionError.
     I/O trouble later is a counted miss; after `close`, and in a forked child, every verb raises CacheClosedError.
@@ -66,6 +55,8 @@ class TieredKVCache:
         exclusive: bool | None = None,
         switch: Switch | None = None,
         *,
+        ttl_s: float | None = None,
+        prefill_tokens_per_s: PrefillSpeed = None,
         clock: Callable[[], float] | None = None,
         delivery: Delivery | None = None,
         seams: Seams | None = None,
@@ -78,6 +69,8 @@ class TieredKVCache:
             "block_tokens": block_tokens,
             "policy": policy,
             "exclusive": exclusive,
+            "ttl_s": ttl_s,
+            "prefill_tokens_per_s": prefill_tokens_per_s,
         }
         if switch is not None:
             values["switch"] = switch
@@ -90,40 +83,25 @@ class TieredKVCache:
         cache._start(load_config(source), steady_wall_clock(), AtOnce(), Seams())
         return cache
 
-    def _start(self, settings: Settings, clock: Callable[[], float], delivery: Delivery, seams: Seams) -> None:
-        check_memory(ram_nbytes(settings.tiers))
-        nvme = nvme_of(settings)
-        if nvme is not None and len(settings.tiers) == 1:
-            raise ConfigError("tiers", [str(nvme.path)], "add a tier in memory above NVMe, such as dram:8GiB")
-        check_devices(settings.tiers)
-        self.settings = settings
-        self._seams = seams
-        self._link = Link(clock, delivery)
-        self._building = threading.Lock()
-        self._switch: Switch = settings.switch
-        self._directory: StoreDirectory | None = None
-        with obtaining(settings), ExitStack() as undo:
-            if nvme is not None:
-                self._directory = StoreDirectory.open(nvme.directory)
-                undo.callback(self._directory.close)
-            layout, self._epoch = known_layout(settings, self._directory)
-            if layout is not None:
-                self._link.stack = self._build(layout)
-            undo.pop_all()
-        if nvme is not None and settings.namespace is None:
-            _log.warning("%s: no namespace: use this directory for one model only", nvme.path)
-        watch_forks(self)
-
     # -- asking -------------------------------------------------------------------------------------------------
 
     def lookup(
-        self, tokens: Tokens, extra: Extra | None = None, deadline_s: float = 0.0, *, partial_tail: bool = False
+        self,
+        tokens: Tokens,
+        extra: Extra | None = None,
+        deadline_s: float = 0.0,
+        *,
+        partial_tail: bool = False,
+        prefill_tokens_per_s: PrefillSpeed | Literal["default"] = "default",
     ) -> Match:
         """How much of a prompt is held. Waits for no data; with `deadline_s`, up to that long for blocks in flight, and
         for what a remote tier has to say.
 
         tokens: ids, 1-D (list, array or tensor; int32 arrays are fastest). extra: what else decides the KV (LoRA,
         salt, image), one value or one per block. partial_tail: also a last partial block (matches whole only).
+        prefill_tokens_per_s: offer only as many leading blocks as gain the most time against a recompute at this speed
+        (`Match.withheld`: the others); "learnt": that of `note_prefill`; None: offer all that is found; default: as the
+        cache was told. Prefill is slower the longer the context: give the speed at lengths where it matters.
         ValueError or TypeError for ids that are none (INT32_MIN in an int32 array may pass where nothing cached could
         be taken for it); leaves no trace but statistics.
         """
@@ -132,17 +110,21 @@ class TieredKVCache:
         if deadline_s > 0:
             link.refuse_worker("lookup(deadline_s=)")
         until = time.monotonic() + deadline_s
+        is_asked = prefill_tokens_per_s != "default" or self._prefill.default is not None
+        block_s = self._prefill.block_s(prefill_tokens_per_s, prompt.block_tokens) if is_asked else 0.0
         stack = link.ask()
         try:
-            match = self._lookup(stack, prompt)
+            match = self._lookup(stack, prompt, block_s)
             while match.pending and (left := until - time.monotonic()) > 0:
                 link.wait_changed(left)
-                match = self._lookup(stack, prompt, again=True)
+                match = self._lookup(stack, prompt, block_s, again=True)
+            if block_s:
+                link.answered(stack)
             return match
         finally:
             link.lock.release()
 
-    def _lookup(self, stack: Stack | None, prompt: Prompt, again: bool = False) -> Match:
+    def _lookup(self, stack: Stack | None, prompt: Prompt, block_s: float, again: bool = False) -> Match:
         """Under the planner's lock. `again`: the same lookup after a wait, counted once."""
         if stack is None or not self.loads_enabled:
             return no_match(prompt, self._epoch)
@@ -150,14 +132,18 @@ class TieredKVCache:
         symbols = prompt.first
         if planner.begins(symbols):  # else it need not be encoded to the end to be told so
             symbols = prompt.symbols
-        found = planner.lookup(symbols, prompt.n, self._link.clock(), tail, again)
-        if found.pending and planner.asks():
-            self._link.hand_over(stack)
+        found = planner.lookup(symbols, prompt.n, self._link.clock(), tail, again, block_s)
+        if found.pending and planner.state.outbox:  # the key tier is asked
+            self._link.answered(stack)
         return match_of(found, prompt, symbols, stack.specs, planner.epoch)
 
-    async def alookup(self, tokens: Tokens, extra: Extra | None = None) -> Match:
+    async def alookup(self, tokens: Tokens, extra: Extra | None = None, **options: Any) -> Match:
         """`lookup` for callers in an event loop (it takes microseconds and never waits)."""
-        return self.lookup(tokens, extra)
+        return self.lookup(tokens, extra, **options)
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """The engine computed so many tokens in so long: what `prefill_tokens_per_s="learnt"` goes by. ValueError."""
+        self._prefill.note(tokens, seconds)
 
     def explain(self, tokens: Tokens, extra: Extra | None = None) -> Explanation:
         """Where the blocks of a prompt are, and where prompts leave the cached path. For people; mutates nothing."""
@@ -220,7 +206,15 @@ class TieredKVCache:
     # -- bytes in -----------------------------------------------------------------------------------------------
 
     def store(
-        self, tokens: Tokens, blocks: Any, start: int = 0, extra: Extra | None = None, *, partial_tail: bool = False
+        self,
+        tokens: Tokens,
+        blocks: Any,
+        start: int = 0,
+        extra: Extra | None = None,
+        *,
+        partial_tail: bool = False,
+        priority: int = 0,
+        ttl_s: float | None = None,
     ) -> Ticket:
         """Take the blocks of a prompt from block `start` on; returns at once.
 
@@ -228,7 +222,16 @@ class TieredKVCache:
         (with `partial_tail` also the partial one), else ValueError. It must not change until the ticket is `copied`.
         The first store fixes the layout; another shape or dtype later is a LayoutError. What finds no room is cut
         short and told by the ticket, never waited for.
+
+        priority: -99 to 100; blocks of a higher one leave each tier after all of a lower one. COLD: they leave the fast
+        tiers first, are written to NVMe at once, and are not brought up beside a load into `out`. ttl_s: seconds after
+        which they end, and what continues them; use does not put that off, another store does (math.inf: for ever;
+        None: the cache's `ttl_s`). Blocks that were there keep the higher priority and the later end.
         """
+        priority, ends_in = (
+            check_priority(priority),
+            self.settings.ttl_s if ttl_s is None else check_ttl("ttl_s", ttl_s),
+        )
         prompt = encode_prompt(tokens, self.settings.block_tokens, extra, partial_tail).check_ids()
         symbols = prompt.symbols
         self._link.check_open()
@@ -242,25 +245,12 @@ class TieredKVCache:
         stack.layout.check(blocks)
         with self._link.planning():
             endpoint = self._link.attach(stack, rows)
+            now = self._link.clock()
+            expires = math.inf if ends_in is None else now + ends_in
             plan = stack.planner.plan_store(
-                symbols, prompt.n, start, stack.planner.epoch, self._link.clock(), endpoint, prompt.partial
+                symbols, prompt.n, start, stack.planner.epoch, now, endpoint, prompt.partial, priority, expires
             )
             return self._link.ticket(stack, plan, endpoint)
-
-    def _learn(self, layout: KVLayout) -> Stack:
-        """Build everything for blocks of this layout, unless another first store was faster."""
-        with self._building:
-            if self._link.stack is None:
-                self._link.check_open()
-                with obtaining(self.settings):
-                    stack = self._build(layout)
-                with self._link.lock:
-                    self._link.stack = stack
-            return self._link.stack
-
-    def _build(self, layout: KVLayout) -> Stack:
-        arrived = self._link.delivery.arrived
-        return build_stack(self.settings, layout, self._epoch, self._directory, arrived, self._seams)
 
     # -- hints and removal --------------------------------------------------------------------------------------
 
@@ -278,12 +268,25 @@ class TieredKVCache:
         with self._link.planning() as stack:
             return 0 if stack is None else stack.planner.release(prompt.symbols, prompt.n, self._link.clock())
 
-    def pin(self, match: Match) -> Pin:
-        """Keep a match's blocks where they are until `unpin`; at most half of a tier can be held."""
+    def prioritize(self, tokens: Tokens, priority: int, extra: Extra | None = None) -> int:
+        """Give the cached blocks of a prompt this priority, higher or lower (see `store`; COLD: what only memory has is
+        written to NVMe at once). Returns how many blocks had another."""
+        priority = check_priority(priority)
+        prompt = encode_prompt(tokens, self.settings.block_tokens, extra).check_ids()
+        with self._link.planning() as stack:
+            if stack is None:
+                return 0
+            return stack.planner.prioritize(prompt.symbols, prompt.n, priority, self._link.clock())
+
+    def pin(self, match: Match, ttl_s: float = math.inf) -> Pin:
+        """Keep a match's blocks where they are until `unpin`, or for `ttl_s` seconds; at most half of a tier can be
+        held. A pin keeps no block whose own time is over."""
+        ttl_s = check_ttl("ttl_s", ttl_s)
         with self._link.planning() as stack:
             held: list[tuple[int, Slots]] = []
             if stack is not None:
-                held = stack.planner.pin(match.symbols, match.blocks, match.epoch, self._link.clock())
+                now = self._link.clock()
+                held = stack.planner.pin(match.symbols, match.blocks, match.epoch, now, now + ttl_s)
             return Pin(sum(len(slots) for _, slots in held), held)
 
     def unpin(self, pin: Pin) -> None:
@@ -333,118 +336,3 @@ class TieredKVCache:
             except OSError as error:
                 raise NotDurableError(f"bump_epoch: the epoch file cannot be written ({error.strerror})") from error
         return epoch
-
-    def _sync_or_raise(self, stack: Stack, timeout: float, what: str) -> None:
-        if not stack.mover.sync(timeout):
-            raise NotDurableError(f"{what}: not durable after {timeout:g} s; retry it, or look at stats()")
-
-    # -- switches -----------------------------------------------------------------------------------------------
-
-    @property
-    def switch(self) -> Switch:
-        """The kill switch; assign "on", "off", "loads-off" or "stores-off" at run time."""
-        return self._switch
-
-    @switch.setter
-    def switch(self, value: Switch) -> None:
-        if value not in ("on", "off", "loads-off", "stores-off"):
-            raise ConfigError("switch", value, "one of on, off, loads-off, stores-off is needed")
-        self._switch = value
-
-    @property
-    def loads_enabled(self) -> bool:
-        """Lookups and loads find what is there."""
-        return self._switch in ("on", "stores-off")
-
-    @property
-    def stores_enabled(self) -> bool:
-        """Stores are taken."""
-        return self._switch in ("on", "loads-off")
-
-    # -- looking inside -----------------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> KVLayout | None:
-        """Shape and dtype of a block; None until it is known."""
-        return self._link.stack.layout if self._link.stack is not None else None
-
-    @property
-    def epoch(self) -> bytes:
-        """Which weights the cached blocks belong to."""
-        return self._epoch
-
-    @property
-    def stack(self) -> Stack | None:
-        """Planner, mover and tiers below this API, for replay and tests; None until the layout is known.
-
-        To be called only by one who knows that nothing else uses the cache meanwhile: it takes no lock.
-        """
-        return self._link.stack
-
-    def stats(self) -> CacheStats:
-        """A snapshot of everything counted."""
-        self._link.check_open()
-        with self._link.lock:
-            return collect(self.settings, self._switch, self._link.stack, self._directory)
-
-    def check(self, fix: bool = False) -> list[str]:
-        """Verify every internal rule; returns what is broken, in words (empty: all is well). O(everything cached).
-
-        With `fix`, blocks whose only copy was found wrong are dropped, with all that continues them.
-        """
-        with self._link.planning() as stack:
-            if stack is None:
-                return []
-            if fix:
-                stack.planner.drop_bad(self._link.clock())
-            return stack.planner.check()
-
-    # -- ending -------------------------------------------------------------------------------------------------
-
-    def flush(self, timeout: float | None = None, to: str | None = None) -> bool:
-        """Wait for the copies in flight. With `to="nvme"`, also write what lives only above, and commit it.
-
-        True when all that was there at the call is where it was asked to be; False at the timeout, or where blocks
-        could not be written (stats say why). Partial blocks are never written. WorkerThreadError on own threads.
-        """
-        self._link.refuse_worker("flush")
-        if to is not None and (to != "nvme" or nvme_of(self.settings) is None):
-            raise ConfigError("to", to, 'only "nvme" persists, and these tiers must have it')
-        return flush(self._link, timeout, to)
-
-    def close(self, timeout: float = 30.0) -> bool:
-        """Write what lives only in memory to NVMe, most reusable first, then stop; at most `timeout` seconds.
-
-        True when everything is on NVMe (or nothing persists) and nothing was lost. A second call does nothing. Futures
-        still open end with what they have. Loaded blocks stay readable until they are released.
-        """
-        if self._link.closed or self._link.dead:
-            return True
-        self._link.refuse_worker("close")
-        began = time.monotonic()
-        persists = nvme_of(self.settings) is not None
-        complete = self.flush(timeout * 0.8, to="nvme" if persists and self.stores_enabled else None)
-        with self._building:
-            if not self._link.shut():
-                return True
-        complete = stop(self._link, self._directory, timeout - (time.monotonic() - began)) and complete
-        forget_forks(self)
-        return complete
-
-    def __enter__(self) -> TieredKVCache:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        tiers = ", ".join(type(tier).__name__ for tier in (*self.settings.tiers, self.settings.remote) if tier)
-        known = "open" if self._link.stack is not None else "open, layout not known yet"
-        state = "closed" if self._link.closed else known
-        return f"TieredKVCache({tiers}; {state})"
-
-    def abandon(self) -> None:
-        """In a forked child: close lock and data descriptors, touch neither memory nor catalog."""
-        self._link.abandon()
-        if self._directory is not None:
-            self._directory.abandon()

@@ -37,7 +37,7 @@ from tiercache.directory import StoreDirectory
 from tiercache.errors import CacheClosedError, ConfigError
 from tiercache.tiers.fileio import OS_FILES, FileOps
 from tiercache.tiers.nvme import extents_for
-from tiercache.types import Bools, Claims, Floats, Idents, Recovered, Slots, Uses
+from tiercache.types import Bools, Claims, Floats, Hints, Idents, Recovered, Slots, Uses
 
 __all__ = ["Catalog", "Durability", "Manifest", "peek_manifest"]
 
@@ -174,10 +174,11 @@ class Catalog:
         with self._lock:
             self._table.end(slots, EMPTY)
 
-    def note_use(self, slots: Slots, last_use: Floats, uses: Uses) -> None:
-        """Remember when and how often these were used. Goes out with a later commit of the same record, or at close."""
+    def note_use(self, slots: Slots, last_use: Floats, uses: Uses, hints: Hints | None = None) -> None:
+        """Remember when and how often these were used, and what was said of them (None: as before). Goes out with a
+        later commit of the same record, or at close."""
         with self._lock:
-            self._table.note_use(slots, last_use, uses)
+            self._table.note_use(slots, last_use, uses, hints)
 
     def expected(self, slots: Slots) -> tuple[Idents, Idents]:
         """Ident and checksum that the bytes in each slot must have; both 0 where nothing is known of it."""

@@ -28,6 +28,7 @@ from tiercache.catalog_rows import (
     check_record,
     is_damage,
     map_nbytes_for,
+    read_hints,
     used_nbytes,
 )
 from tiercache.directory import StoreDirectory
@@ -239,6 +240,7 @@ def recovered_of(loaded: Loaded) -> Recovered:
         symbols=loaded.symbols.read(loaded.records[slots], rows["symbol_offset"]),
         last_use=np.ascontiguousarray(rows["last_use"]),
         uses=np.ascontiguousarray(rows["uses"]),
+        hints=read_hints(rows),
         forgotten=loaded.forgotten,
     )
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from tiercache.directory import FORMAT_VERSION
 from tiercache.errors import FormatVersionError
+from tiercache.types import HINT, Hints, Slots
 
 __all__ = [
     "DAMAGED",
@@ -46,8 +47,10 @@ __all__ = [
     "map_nbytes_for",
     "pack_rows",
     "pack_symbols",
+    "read_hints",
     "symbols_per_record",
     "used_nbytes",
+    "write_hints",
 ]
 
 ROW: Final = np.dtype(
@@ -60,9 +63,11 @@ ROW: Final = np.dtype(
         ("uses", "<u4"),
         ("symbol_record", "<u8"),
         ("symbol_offset", "<u2"),
+        ("priority", "<i1"),
+        ("expires", "<u4"),
     ]
 )
-"""One slot. `symbol_record` 0: nothing is claimed here."""
+"""One slot. `symbol_record` 0: nothing is claimed here. `expires`: whole wall-clock seconds, 0: never."""
 RECORD_SLOTS: Final = 64
 DAMAGED: Final = 3
 """Exit status of `catalog_copy`, like the next two."""
@@ -74,6 +79,7 @@ READY: Final = "ready"
 _SYMBOL_NBYTES_MAX: Final = 4064
 """Of the symbols in a record: with its frame and LMDB's page header it just fits one page of 4 KiB."""
 _CRC_NBYTES = 8
+_LATEST: Final = 2.0**32
 _SYMBOL_HEAD = struct.Struct("<II")
 _KEY = struct.Struct(">Q")
 _MANIFEST_KEY = b"manifest"
@@ -292,6 +298,23 @@ class RowStore:
 def _put_sorted(txn: lmdb.Transaction, db: Any, items: Iterable[tuple[int, bytes]]) -> None:
     with txn.cursor(db) as cursor:
         cursor.putmulti([(_KEY.pack(key), value) for key, value in sorted(items)])
+
+
+def write_hints(rows: RowTable, where: Slots | slice, hints: Hints) -> None:
+    """Put hints into these rows. An end in time is rounded down: never later than it was asked for."""
+    rows["priority"][where] = hints["priority"]
+    ends = np.clip(hints["expires"], 1, _LATEST)
+    rows["expires"][where] = np.where(ends < _LATEST, ends, 0).astype(np.uint32)
+
+
+def read_hints(rows: RowTable) -> Hints | None:
+    """What `write_hints` put there; None where nothing was said of any."""
+    if not (rows["priority"].any() or rows["expires"].any()):
+        return None
+    hints = np.empty(len(rows), dtype=HINT)
+    hints["priority"] = rows["priority"]
+    hints["expires"] = np.where(rows["expires"] > 0, rows["expires"], np.inf)
+    return hints
 
 
 def pack_rows(index: int, rows: RowTable) -> bytes:

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from tiercache.catalog_open import Loaded
 from tiercache.catalog_recover import BUSY, CLAIMED, CLAIMING, EMPTY, LOST, OK, WRITTEN, judge
-from tiercache.catalog_rows import RECORD_SLOTS, ROW, Change, Manifest, pack_rows
+from tiercache.catalog_rows import RECORD_SLOTS, ROW, Change, Manifest, pack_rows, write_hints
 from tiercache.catalog_symbols import SymbolBook
 from tiercache.keys import root_ident as root_ident_of
-from tiercache.types import Bools, Claims, Floats, Idents, Slots, Uses
+from tiercache.types import Bools, Claims, Floats, Hints, Idents, Slots, Uses
 
 __all__ = ["Batch", "SlotTable", "Sparse", "Taken"]
 
@@ -116,6 +116,8 @@ class SlotTable:
         rows["checksum"] = checksums[ours]
         rows["last_use"] = claims.last_use[ours]
         rows["uses"] = claims.uses[ours]
+        if claims.hints is not None:
+            write_hints(rows, slice(None), claims.hints[ours])
         self.rows[slots] = rows
         self.state[slots] = WRITTEN
         self.life[slots] += np.uint32(1)
@@ -123,12 +125,14 @@ class SlotTable:
         if len(self.batches) > self._batches_max:  # they are rewritten faster than commits succeed
             self._batches_max = 2 * len(self.waiting()) + _BATCHES_MIN
 
-    def note_use(self, slots: Slots, last_use: Floats, uses: Uses) -> None:
+    def note_use(self, slots: Slots, last_use: Floats, uses: Uses, hints: Hints | None) -> None:
         """Remember use; slots that hold nothing are passed over."""
         known = self.state[slots] >= WRITTEN
         slots = slots[known]
         self.rows["last_use"][slots] = last_use[known]
         self.rows["uses"][slots] = uses[known]
+        if hints is not None:
+            write_hints(self.rows, slots, hints[known])
         self._used[slots // RECORD_SLOTS] = True
 
     def new_epoch(self, epoch: bytes) -> None:

@@ -7,6 +7,7 @@ could not do its work; 130 interrupted. Tables and answers go to stdout, progres
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -14,6 +15,7 @@ from importlib.metadata import version
 from tiercache.cli_check import add_check
 from tiercache.cli_demo import add_demo
 from tiercache.cli_output import OutputClosedError
+from tiercache.cli_plan import add_plan
 from tiercache.cli_replay import add_replay
 from tiercache.errors import TierCacheError
 
@@ -29,6 +31,7 @@ examples:
   tiercache replay example --dram 1GiB --nvme /tmp/kv:5GiB
   tiercache replay example --dram 5% --no-data --json
   tiercache check /mnt/kv --scrub
+  tiercache plan --model config.json --context-tokens 32768 --concurrency 64
 
 `tiercache COMMAND --help` says more on each.
 """
@@ -48,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_demo(commands)
     add_replay(commands)
     add_check(commands)
+    add_plan(commands)
     return parser
 
 
@@ -56,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises SystemExit for --help, --version and arguments that argparse refuses (status 2); nothing for other trouble.
     """
+    argv = sys.argv[1:] if argv is None else argv
     args = build_parser().parse_args(argv)
+    args.command = shlex.join(["tiercache", *argv])
     try:
         status: int = args.run(args)
     except TierCacheError as error:

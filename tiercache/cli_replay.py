@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiercache.cli_output import progress_bar, require_rich, table_text, write_json, write_text
+from tiercache.cli_page import PAGE_TEXT, add_page_options, check_page_options, make_page
 from tiercache.config import format_size, parse_size
 from tiercache.errors import ConfigError
 
 if TYPE_CHECKING:
     from tiercache.sim.options import ReplayOptions, Size
+    from tiercache.sim.page.facts import PageOptions
     from tiercache.sim.report import PhaseReport, ReplayReport
 
 __all__ = ["add_replay", "replay_and_print", "replay_text"]
@@ -23,7 +25,7 @@ Every stored block's bytes are derived from the block's id, and every loaded blo
 The replay is deterministic: time is the trace's own, and results arrive in the order of their jobs.
 """
 
-_EPILOG = """\
+_EPILOG = f"""\
 FILE is a Mooncake JSONL trace (gzipped or not): one request a line, with timestamp (ms), input_length,
 output_length and hash_ids (one per block of 512 tokens, the last may be partial); or an npz file with timestamp_s
 and leaf per request, parent and tokens per block, and block_size. `example` is the trace that ships with tiercache:
@@ -31,6 +33,7 @@ and leaf per request, parent and tokens per block, and block_size. `example` is 
 
 SIZE is bytes (2GiB, 500MB), or a share of the trace's unique blocks (5%).
 
+{PAGE_TEXT}
 examples:
   see it work, with real bytes in DRAM and on a disk:
     tiercache replay example --dram 1GiB --nvme /tmp/kv:5GiB
@@ -38,6 +41,9 @@ examples:
     tiercache replay example --dram 1GiB --nvme /tmp/kv:5GiB --kill-at 0.5
   what would 20 TB of NVMe bring on my own trace? (no payload is moved, so it needs no disk)
     tiercache replay my.jsonl.gz --dram 512GiB --nvme 20TiB --block-bytes 40MiB --no-data
+  which sizes should I buy? (64MiB is 512 tokens of Llama 3 8B in bf16)
+    tiercache replay my.jsonl.gz --dram 512GiB --nvme 4TiB --block-bytes 64MiB --no-data \\
+      --report sizing.html --model-params 8B --gpu h100
   figures for a script:
     tiercache replay my.jsonl.gz --dram 5% --no-data --json | jq .token_hit_ratio
 
@@ -58,11 +64,12 @@ def add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run)
+    add_page_options(parser)
     parser.add_argument("trace", metavar="FILE", help="a trace file, or `example`")
     tiers = parser.add_argument_group("the cache")
     tiers.add_argument("--dram", metavar="SIZE", default="1GiB", help="DRAM tier (default: 1GiB)")
     tiers.add_argument("--nvme", metavar="DIR:SIZE", help="NVMe tier in DIR; with --no-data, SIZE alone will do")
-    tiers.add_argument("--block-bytes", metavar="BYTES", default="256KiB", help="payload of a block (default: 256KiB)")
+    tiers.add_argument("--block-bytes", metavar="BYTES", help="payload of a block (default: 256KiB)")
     tiers.add_argument("--policy", metavar="NAME", default="reuse", help="reuse (default) or lru: what leaves first")
     tiers.add_argument(
         "--write-after",
@@ -119,7 +126,7 @@ def options_of(args: argparse.Namespace) -> ReplayOptions:
         dram=parse_share_or_size(args.dram, "--dram"),
         nvme_path=nvme_path,
         nvme=nvme,
-        block_nbytes=parse_size(args.block_bytes, "--block-bytes"),
+        block_nbytes=parse_size(args.block_bytes or "256KiB", "--block-bytes"),
         block_tokens=args.block_tokens,
         policy=args.policy,
         exclusive=_EXCLUSIVE[args.exclusive],
@@ -155,20 +162,29 @@ def _parse_number_or_off(field: str, text: str, like: str) -> float | None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    options = options_of(args)
+    options, page = options_of(args), check_page_options(args)
     if not args.json:
         require_rich()
-    return replay_and_print(options, "replay", as_json=args.json)
+    return replay_and_print(options, "replay", as_json=args.json, page=page, page_path=args.report)
 
 
-def replay_and_print(options: ReplayOptions, title: str, *, as_json: bool) -> int:
-    """Replay with a progress bar, print the report, and return the exit status."""
+def replay_and_print(
+    options: ReplayOptions,
+    title: str,
+    *,
+    as_json: bool,
+    page: PageOptions | None = None,
+    page_path: Path | None = None,
+) -> int:
+    """Replay with a progress bar, write the page where one is asked for, print the report, return the exit status."""
     from tiercache.sim.replay import run_replay
 
     with progress_bar(title) as update:
         report = run_replay(options, update)
+    if page is not None and page_path is not None:
+        make_page(options, report, page, page_path)
     if as_json:
-        write_json(report.to_dict())
+        write_json(report.to_dict() | ({} if page_path is None else {"page": str(page_path)}))
     else:
         write_text(replay_text(report))
     return 1 if report.failure else 0

@@ -11,13 +11,14 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 from tiercache.config_remote import Remote, take_remote
 from tiercache.errors import ConfigError, LayoutError
+from tiercache.hints import check_ttl
 from tiercache.layout import KVLayout, Namespace
 
 __all__ = [
@@ -25,30 +26,32 @@ __all__ = [
     "EXCLUSIVE_BELOW",
     "HBM",
     "POLICIES",
-    "RAM_FRACTION",
+    "SPEED_REMEDY",
     "Durability",
     "NVMe",
+    "PrefillSpeed",
     "Remote",
     "Settings",
     "Switch",
     "Tier",
-    "check_memory",
     "format_size",
+    "is_speed",
     "load_config",
     "parse_size",
     "parse_tier",
     "ram_nbytes",
 ]
 
-RAM_FRACTION = 0.85
-"""The most of physical memory, or of the cgroup's limit, that tiers in host memory may take together."""
 EXCLUSIVE_BELOW = 5
 """A slow tier under this many times the fast one gives its copy up on promotion."""
 POLICIES = ("lru", "reuse")
 
 Durability: TypeAlias = Literal["power", "process"]
 Switch: TypeAlias = Literal["on", "off", "loads-off", "stores-off"]
+PrefillSpeed: TypeAlias = float | Literal["learnt"] | None
+"""Tokens per second."""
 
+SPEED_REMEDY = 'tokens per second above 0, "learnt", or nothing (all that is found is offered) is needed'
 _DURABILITIES = ("power", "process")
 _SWITCHES = ("on", "off", "loads-off", "stores-off")
 _UNITS = {"B": 1} | {
@@ -57,8 +60,6 @@ _UNITS = {"B": 1} | {
     for unit, base in ((f"{letter}B", 1000), (f"{letter}IB", 1024))
 }
 _REMOTE_SCHEMES = ("mooncake", "redis", "rdma")
-_NO_LIMIT_NBYTES = 1 << 60
-"""cgroup v1 writes "no limit" as a number near 2**63."""
 
 
 def parse_size(value: int | str, field_name: str = "size") -> int:
@@ -295,6 +296,11 @@ class Settings:
     policy: str = "reuse"
     exclusive: bool | None = None
     """Give the slow copy up on promotion; None: where the slow tier is under EXCLUSIVE_BELOW times the fast one."""
+    ttl_s: float | None = None
+    """Seconds after which a block ends that no store names again; None: never. See `TieredKVCache.store`."""
+    prefill_tokens_per_s: PrefillSpeed = None
+    """Speed of a recompute, to which lookups compare loads: a number, "learnt" (from `note_prefill`), or None: they
+    do not, and all that is found is offered."""
     switch: Switch = field(default_factory=_switch_from_env)
     """Kill switch at start; by default from the environment variable TIERCACHE."""
     remote: Remote | None = None
@@ -327,7 +333,11 @@ class Settings:
                 check_max_writes_per_hit(f"tiers[{i}].max_writes_per_hit", tier.max_writes_per_hit, self.policy)
         if self.exclusive is not None and not isinstance(self.exclusive, bool):
             raise ConfigError("exclusive", self.exclusive, "true, false, or nothing (automatic) is needed")
+        if self.ttl_s is not None:
+            check_ttl("ttl_s", self.ttl_s)
         _check_choice("switch", self.switch, _SWITCHES)
+        if not is_speed(self.prefill_tokens_per_s):
+            raise ConfigError("prefill_tokens_per_s", self.prefill_tokens_per_s, SPEED_REMEDY)
 
     @property
     def loads_enabled(self) -> bool:
@@ -338,6 +348,14 @@ class Settings:
     def stores_enabled(self) -> bool:
         """False where the switch turns stores off."""
         return self.switch in ("on", "loads-off")
+
+
+def is_speed(value: object) -> bool:
+    """Is this a `PrefillSpeed`: tokens per second (finite, above 0), "learnt", or None?"""
+    if value is None or value == "learnt":
+        return True
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 < cast(float, value) < math.inf
 
 
 def _checked_tiers(tiers: Any) -> tuple[tuple[Tier, ...], Remote | None]:
@@ -400,50 +418,3 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Settings:
 def ram_nbytes(tiers: Iterable[Tier]) -> int:
     """Bytes of host memory that these tiers take: DRAM, and HBM on the device "cpu"."""
     return sum(t.size_nbytes for t in tiers if isinstance(t, DRAM) or (isinstance(t, HBM) and t.device == "cpu"))
-
-
-def _read_text(path: str) -> str | None:
-    """The file's text; None where it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-
-
-def check_memory(ram_bytes: int, read: Callable[[str], str | None] = _read_text) -> int | None:
-    """Refuse more host memory than RAM_FRACTION of the machine's, or of the cgroup's limit (v1 or v2).
-
-    Returns the most that fits, in bytes; None where nothing is known of the machine. `read` gives the text of a file,
-    None where there is none (for tests). ConfigError says what would fit.
-    """
-    limits = []
-    match = re.search(r"^MemTotal:\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE)
-    if match:
-        limits.append((int(match[1]) * 1024, "physical memory"))
-    limits += [(limit, "the cgroup's memory limit") for limit in _cgroup_limits(read)]
-    if not limits:
-        return None
-    limit, what = min(limits)
-    fits = int(limit * RAM_FRACTION)
-    if ram_bytes > fits:
-        remedy = f"at most {format_size(fits)} fits ({RAM_FRACTION:.0%} of {what}, {format_size(limit)})"
-        raise ConfigError("tiers (host memory)", format_size(ram_bytes), f"{remedy}: make DRAM smaller")
-    return fits
-
-
-def _cgroup_limits(read: Callable[[str], str | None]) -> list[int]:
-    """Memory limits of this process's cgroups and all above them that can be seen."""
-    limits = []
-    for line in (read("/proc/self/cgroup") or "").splitlines():
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, name = (
-            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes") if controllers else ("/sys/fs/cgroup", "memory.max")
-        )
-        own = PurePosixPath("/", *(part for part in PurePosixPath(path).parts if part not in ("/", "..")))
-        for folder in (own, *own.parents):
-            text = (read(f"{top}{folder if str(folder) != '/' else ''}/{name}") or "").strip()
-            if text.isdecimal() and int(text) < _NO_LIMIT_NBYTES:
-                limits.append(int(text))
-    return limits

@@ -31,7 +31,7 @@ from tiercache.errors import CacheClosedError, ConfigError, DirectoryInUseError,
 
 __all__ = ["FORMAT_VERSION", "StoreDirectory", "filesystem_type", "read_small", "sync_directory", "write_durably"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of everything in the directory together: files, catalog records, checksums."""
 
 _LOG = logging.getLogger("tiercache.directory")

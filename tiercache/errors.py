@@ -30,6 +30,10 @@ class ConfigError(TierCacheError, ValueError):
         self.remedy = remedy
         super().__init__(f"{field} = {value!r}: {remedy}")
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
+        """For pickle: an error may have to cross from one process to another."""
+        return type(self), (self.field, self.value, self.remedy)
+
 
 class LayoutError(TierCacheError, ValueError):
     """A payload does not have the shape or dtype that this cache holds."""

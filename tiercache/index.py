@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from sortedcontainers import SortedList
 
-from tiercache.arrays import first_true, true_at
+from tiercache.arrays import true_at
 from tiercache.keys import INT32_MIN
 from tiercache.slots import SlotTable
-from tiercache.types import Floats, Idents, Uses
+from tiercache.types import Floats, Hints, Idents, Uses, no_hints
+from tiercache.words import common_words, shared_words
 
 __all__ = ["Node", "Path", "PrefixIndex", "Walk"]
 
@@ -43,6 +44,7 @@ class Node:
         "exits",
         "filed",
         "held",
+        "hints",
         "id",
         "idents",
         "kids",
@@ -88,6 +90,8 @@ class Node:
         self.uses = uses
         self.marks: NDArray[np.void] | None = None
         """What the eviction policy keeps per block (`policy.MARK`); None: nothing."""
+        self.hints: Hints | None = None
+        """What callers said of each block; None: nothing."""
         self.held = [0] * levels
         """Blocks of this run that have a slot, per level."""
         self.kids = [0] * levels
@@ -166,6 +170,17 @@ class Path:
         """Uses per block (a copy)."""
         return _joined([node.uses for node in self.nodes], self.take, np.uint32)
 
+    def last_use(self) -> Floats:
+        """Last use per block (a copy)."""
+        return _joined([node.last_use for node in self.nodes], self.take, np.float64)
+
+    def hints(self) -> Hints | None:
+        """What was said of each block (a copy); None: nothing of any."""
+        if all(node.hints is None for node in self.nodes):
+            return None
+        found = [no_hints(take) if node.hints is None else node.hints[:take] for node, take in self]
+        return np.concatenate(found)
+
     def shorten(self, blocks: int) -> Path:
         """The path of the first `blocks` blocks (all, where it has no more)."""
         if blocks >= self.blocks:
@@ -222,13 +237,13 @@ class PrefixIndex:
             stop = begin + child.n * width
             # The key says it all of a single block; a longer run is compared whole.
             if child.n > 1 and not (stop <= end and symbols.startswith(child.run, begin)):
-                same = _common_words(symbols, begin, child.run, min(stop, end) - begin)
+                same = common_words(symbols, begin, child.run, min(stop, end) - begin)
                 take = same * 4 // width
                 if take < child.n:
                     nodes.append(child)
                     begin += take * width
                     left = child.run[take * width : child.n * width]
-                    words = begin // 4 + _shared_words(symbols[begin : begin + width] or tail, left)
+                    words = begin // 4 + shared_words(symbols[begin : begin + width] or tail, left)
                     return Walk(Path(nodes, take), begin // width, words)
             nodes.append(child)
             begin, node = stop, child
@@ -239,10 +254,10 @@ class PrefixIndex:
     def _closest_child_words(self, node: Node, rest: bytes) -> int:
         """Longest common prefix, in words, of `rest` with the first symbol of any child."""
         if node.order is None:
-            return max((_shared_words(rest, first) for first in node.children), default=0)
+            return max((shared_words(rest, first) for first in node.children), default=0)
         order, at = node.order, node.order.bisect_left(rest)
-        before = _shared_words(rest, order[at - 1]) if at > 0 else 0
-        return max(before, _shared_words(rest, order[at])) if at < len(order) else before
+        before = shared_words(rest, order[at - 1]) if at > 0 else 0
+        return max(before, shared_words(rest, order[at])) if at < len(order) else before
 
     def gather(self, path: Path) -> NDArray[np.int32]:
         """Slots `int32[levels, blocks]` along a path (a copy)."""
@@ -289,8 +304,8 @@ class PrefixIndex:
         copies = (each[:at].copy() for each in arrays)
         head = self._new_node(parent, node.depth, node.run[: at * width], *copies, node.plain)
         head.charge = node.charge
-        if node.marks is not None:
-            head.marks, node.marks = node.marks[:at].copy(), node.marks[at:].copy()
+        head.marks, node.marks = _part(node.marks, 0, at, True), _part(node.marks, at, node.n, True)
+        head.hints, node.hints = _part(node.hints, 0, at, True), _part(node.hints, at, node.n, True)
         first = head.run[:width]
         del parent.children[first]  # and not only its value: the key of a single block is its run
         parent.children[first] = head
@@ -332,12 +347,12 @@ class PrefixIndex:
             return True
         node.idents, node.slots = node.idents[:keep], node.slots[:keep]
         node.last_use, node.uses = node.last_use[:keep], node.uses[:keep]
-        node.marks = None if node.marks is None else node.marks[:keep]
+        node.marks, node.hints = _part(node.marks, 0, keep), _part(node.hints, 0, keep)
         if keep * 2 < len(node.run) // self.width:  # views until then, so that a block costs no copy of its run
             node.run = node.run[: keep * self.width]
             node.idents, node.slots = node.idents.copy(), node.slots.copy()
             node.last_use, node.uses = node.last_use.copy(), node.uses.copy()
-            node.marks = None if node.marks is None else node.marks.copy()
+            node.marks, node.hints = _part(node.marks, 0, keep, True), _part(node.hints, 0, keep, True)
         return False
 
     def attach_run(
@@ -368,6 +383,8 @@ class PrefixIndex:
         node.uses = np.concatenate((node.uses, uses))
         if node.marks is not None:
             node.marks = np.concatenate((node.marks, np.zeros(n, dtype=node.marks.dtype)))
+        if node.hints is not None:
+            node.hints = np.concatenate((node.hints, no_hints(n)))
         node.n = at + n
         node.partial = partial
         node.plain = node.plain and _is_plain(symbols)
@@ -408,6 +425,13 @@ class PrefixIndex:
         node.parent = None
 
 
+def _part(array: NDArray[np.void] | None, begin: int, end: int, copy: bool = False) -> NDArray[np.void] | None:
+    """A view of these entries, or a copy; None where there is nothing."""
+    if array is None:
+        return None
+    return array[begin:end].copy() if copy else array[begin:end]
+
+
 def _is_plain(symbols: bytes) -> bool:
     """No word of these is INT32_MIN."""
     return int(np.frombuffer(symbols, dtype=np.int32).min()) != INT32_MIN
@@ -441,24 +465,3 @@ def _joined(arrays: list[Any], take: int, dtype: Any) -> NDArray[Any]:
         return np.empty(0, dtype=dtype)
     arrays[-1] = arrays[-1][:take]
     return np.frombuffer(bytearray().join(arrays), dtype=dtype)
-
-
-def _common_words(symbols: bytes, offset: int, run: bytes, nbytes: int) -> int:
-    """Leading int32 words in which `symbols[offset:]` and `run` agree, looking at `nbytes` bytes at most."""
-    count = nbytes // 4
-    if run.startswith(symbols[offset : offset + nbytes]):
-        return count
-    ours = np.frombuffer(symbols, dtype=np.int32, count=count, offset=offset)
-    theirs = np.frombuffer(run, dtype=np.int32, count=count)
-    return first_true(ours != theirs)
-
-
-def _shared_words(a: bytes, b: bytes) -> int:
-    """Leading int32 words that two short byte strings share."""
-    if a[:4] != b[:4]:  # as most do, that meet as neighbours in a sorted list
-        return 0
-    size = min(len(a), len(b)) // 4 * 4
-    if a[:size] == b[:size]:
-        return size // 4
-    differ = int.from_bytes(a[:size], "little") ^ int.from_bytes(b[:size], "little")
-    return ((differ & -differ).bit_length() - 1) // 32

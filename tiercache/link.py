@@ -66,7 +66,7 @@ class Link:
                 yield stack
             finally:
                 if stack is not None:
-                    self.hand_over(stack)
+                    self._hand_over(stack)
         finally:
             self.lock.release()
 
@@ -80,14 +80,18 @@ class Link:
             if self._dropped:
                 self._drop_loads()
                 if self.stack is not None:
-                    self.hand_over(self.stack)
+                    self._hand_over(self.stack)
             return self.stack
         except BaseException:
             self.lock.release()
             raise
 
-    def hand_over(self, stack: Stack) -> None:
-        """What the planner decided goes to the mover. Under the lock."""
+    def answered(self, stack: Stack | None) -> None:
+        """After a question by which something may have to be measured. Under the lock."""
+        if stack is not None:
+            self._hand_over(stack)
+
+    def _hand_over(self, stack: Stack) -> None:
         messages = stack.planner.take_messages()
         if messages and not self.closed:
             self.delivery.submitted(messages)
@@ -171,7 +175,7 @@ class Link:
             self._drop_loads()
             if self.stack is not None:
                 self.stack.planner.release_load(load, self.clock())
-                self.hand_over(self.stack)
+                self._hand_over(self.stack)
                 self.changed.notify_all()
 
     def _apply(self, message: PlannerMessage) -> None:
@@ -182,7 +186,7 @@ class Link:
             return
         with self.lock:
             outcome = stack.planner.commit(message, self.clock())
-            self.hand_over(stack)
+            self._hand_over(stack)
             ticket = self._tickets.pop(outcome.job, None)
             if ticket is not None:  # under the lock, so that it is copied when a flush returns
                 stack.mover.detach(ticket[1])
@@ -209,7 +213,7 @@ class Link:
                     return False
                 self.changed.wait(left)
                 stack.planner.tend(self.clock())
-                self.hand_over(stack)
+                self._hand_over(stack)
         return True
 
     def end_everything(self) -> None:

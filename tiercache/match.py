@@ -25,7 +25,7 @@ class Match:
     """
 
     tokens: int
-    """Leading tokens of the prompt that can be loaded."""
+    """Leading tokens of the prompt that can be loaded, and are worth it."""
     blocks: int
     """The same in blocks."""
     by_tier: Mapping[str, int]
@@ -37,7 +37,8 @@ class Match:
     """First token that no cached path continues with; None where the whole prompt lies on one. With hashed symbols
     (`extra`) a multiple of the block size."""
     estimated_load_s: float
-    """Seconds, from measured rates and queues; 0.0 where nothing was measured yet."""
+    """Seconds until `blocks` would have come, from measured latency, rate and queue of each tier (they work side by
+    side); of one never measured, from a low guess. As if copied: what is loaded in place takes none."""
     symbols: bytes = field(repr=False)
     """Of the matched blocks, and maybe of more; for the cache."""
     block_tokens: int = field(repr=False)
@@ -46,6 +47,8 @@ class Match:
     epoch: bytes = field(repr=False)
     once: list[bool] = field(default_factory=lambda: [False], repr=False)
     """Whether its recency was counted already (it is, once per match)."""
+    withheld: int = 0
+    """Blocks after `blocks` that are held but not offered: a recompute was expected to be faster."""
 
 
 class Ticket:
@@ -127,7 +130,9 @@ def match_of(found: Found, prompt: Prompt, symbols: bytes, specs: Sequence[Level
     tokens, diverged = min(found.blocks * prompt.block_tokens, prompt.tokens), diverged_at(prompt, found.words)
     size = prompt.block_tokens
     pending, load_s = found.pending, found.load_s
-    return Match(tokens, found.blocks, by_tier, pending, diverged, load_s, symbols, size, prompt.n, epoch)
+    match = Match(tokens, found.blocks, by_tier, pending, diverged, load_s, symbols, size, prompt.n, epoch)
+    match.withheld = found.withheld
+    return match
 
 
 def diverged_at(prompt: Prompt, words: int) -> int | None:

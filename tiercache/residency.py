@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.arrays import as_index, counting, each_once, present
+from tiercache.expiry import Expiry
 from tiercache.index import ABSENT, Leaving, Node, Path, PrefixIndex
 from tiercache.keys import INT32_MIN
 from tiercache.slots import FREE, NO_OWNER, RESIDENT, SlotTable
-from tiercache.types import Bools, Floats, Idents, LevelSpec, Slots, Uses
+from tiercache.types import Bools, Floats, Hints, Idents, LevelSpec, Slots, Uses
 
 __all__ = ["Residency"]
 
@@ -40,6 +41,7 @@ class Residency:
         """Slots per level of runs that have a charge."""
         self.restored: dict[Node, None] = {}
         """The same of what a restart found, as far as its own level goes; in other levels it has no place."""
+        self.expiry = Expiry()
 
     @property
     def levels(self) -> int:
@@ -52,6 +54,7 @@ class Residency:
         self.charged = [0] * self.levels
         self.stale.clear()
         self.restored.clear()
+        self.expiry.clear()
 
     # -- a node and its slots -----------------------------------------------------------------------------------
 
@@ -104,6 +107,7 @@ class Residency:
         node, at = self.index.extend(path, symbols, idents, partial, charge)
         for each in (*touched, *path.nodes[-1:], node):
             self.stale[each] = None
+            self.expiry.note(each)
         return node, at
 
     def split(self, node: Node, at: int) -> Node:
@@ -128,6 +132,7 @@ class Residency:
         symbols: bytes,
         slots: Slots,
         arrays: tuple[Idents, Floats, Uses],
+        hints: Hints | None = None,
     ) -> None:
         """Build a tree of runs that lie side by side in these arrays (idents, last use, uses), all of them in `level`.
 
@@ -141,6 +146,7 @@ class Residency:
         idents, last_use, uses = arrays
         words = np.frombuffer(symbols, dtype=np.int32).reshape(len(slots), -1).min(axis=1)
         plain = (np.minimum.reduceat(words, bounds[:-1]) != INT32_MIN).tolist()
+        said = None if hints is None else self._said(hints, bounds)
         nodes: list[Node] = []
         for i, above in enumerate(parents):
             begin, end = bounds[i], bounds[i + 1]
@@ -155,13 +161,26 @@ class Residency:
                 uses[part].copy(),
                 plain[i],
             )
+            if said is not None and hints is not None and said[i]:
+                node.hints = hints[part].copy()
             node.held[level] = node.n
             parent.kids[level] += 1
             nodes.append(node)
+        if hints is not None:
+            firsts = np.minimum.reduceat(hints["expires"], bounds[:-1])
+            ending = np.flatnonzero(firsts < np.inf).tolist()
+            self.expiry.note_all([nodes[i].id for i in ending], firsts[ending].tolist())
         lengths = np.diff(bounds)
         table.owner[slots] = np.repeat(np.array([node.id for node in nodes], dtype=np.int32), lengths)
         table.pos[slots] = np.arange(len(slots)) - np.repeat(bounds[:-1], lengths)
         self.restored.update((node, None) for node in nodes if not node.children)  # the others are in no order
+
+    @staticmethod
+    def _said(hints: Hints, bounds: Sequence[int]) -> list[bool]:
+        """Per run: was anything said of any of its blocks?"""
+        blocks = (hints["priority"] != 0) | (hints["expires"] < np.inf)
+        said: list[bool] = np.logical_or.reduceat(blocks, bounds[:-1]).tolist()
+        return said
 
     def trim(self, node: Node) -> None:
         """Drop trailing blocks without any slot, and the ancestors' likewise when the node goes."""

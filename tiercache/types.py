@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 __all__ = [
     "CALLER",
+    "COLD",
+    "HINT",
+    "PROBE_S",
     "ROOT",
     "Bools",
     "Claims",
@@ -21,6 +24,7 @@ __all__ = [
     "Expedite",
     "Floats",
     "Forget",
+    "Hints",
     "Idents",
     "JobOverdue",
     "JobResult",
@@ -33,6 +37,7 @@ __all__ = [
     "Recovered",
     "Slots",
     "Uses",
+    "no_hints",
 ]
 
 Slots: TypeAlias = NDArray[np.int32]
@@ -40,7 +45,24 @@ Idents: TypeAlias = NDArray[np.uint64]
 Bools: TypeAlias = NDArray[np.bool_]
 Floats: TypeAlias = NDArray[np.float64]
 Uses: TypeAlias = NDArray[np.uint32]
+Hints: TypeAlias = NDArray[np.void]
+"""`[n]` of dtype HINT."""
 
+HINT = np.dtype([("priority", np.int8), ("expires", np.float64)])
+"""What callers said of a block: its priority (0: none), and when it ends (wall-clock seconds, inf: never)."""
+COLD = -100
+"""The lowest priority: a block that belongs into the slow tiers only."""
+
+
+def no_hints(n: int) -> Hints:
+    """Hints of n blocks of which nothing was said."""
+    hints = np.zeros(n, dtype=HINT)
+    hints["expires"] = np.inf
+    return hints
+
+
+PROBE_S = 0.05
+"""What a probe has not begun to read by then, it leaves out."""
 CALLER = -1
 """The level number that stands for the caller's own rows: source of a store, destination of a load into `out`."""
 ROOT = -1
@@ -58,6 +80,10 @@ class LevelSpec:
     """True for NVMe: prefix-closed by itself, jobs to it carry claims."""
     pool_threads: int = 2
     """Threads that run its jobs; at most `pool_threads - 1` of them may be lost before it goes offline."""
+    read_latency_s: float = 0.0
+    """With the next: what a load from it is expected to take until one was measured."""
+    read_nbytes_per_s: float = 0.0
+    """0: nothing is known, and a load is expected to take no time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,9 +98,11 @@ class Claims:
     last_use: Floats
     """Wall-clock seconds."""
     uses: Uses
+    hints: Hints | None = None
+    """None: nothing was said of any of them."""
 
 
-JobKind: TypeAlias = Literal["store", "load", "write", "find"]
+JobKind: TypeAlias = Literal["store", "load", "write", "probe", "find"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,8 +111,9 @@ class CopyJob:
 
     id: int
     kind: JobKind
-    """"store": caller to level 0. "load": to level 0 or to the caller, dispatched first. "write": a demotion. "find":
-    asks a key tier; copies nothing, and is answered by `JobResult.ok`."""
+    """"store": caller to level 0. "load": to level 0 or to the caller, dispatched first. "write": a demotion. "probe":
+    blocks are read as by a load, within PROBE_S, and go nowhere (its destination is CALLER without rows). "find": asks
+    a key tier; copies nothing, and is answered by `JobResult.ok`."""
     epoch: bytes
     src_level: int
     src_slots: Slots
@@ -126,6 +155,8 @@ class NoteUse:
     slots: Slots
     last_use: Floats
     uses: Uses
+    hints: Hints | None = None
+    """None: as they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +193,8 @@ class JobResult:
     bad: Bools | None = None
     """Per block of a load: what its source holds could not be read, or is wrong. None: all that are not `ok`, where the
     reason is "io" or "checksum"."""
+    waited_s: float = 0.0
+    """Before `seconds`: from the job's submission (or the end of its delay) until a thread began it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +230,7 @@ class Recovered:
     symbols: bytes
     last_use: Floats
     uses: Uses
+    hints: Hints | None = None
     forgotten: int = 0
     """Rows that were in the catalog but not reachable."""
     reason: str = field(default="")

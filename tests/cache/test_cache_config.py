@@ -20,7 +20,7 @@ from cache_kit import (
     store,
 )
 
-import tiercache.cache
+import tiercache.cache_life
 from tiercache import DRAM, HBM, ConfigError, KVLayout, LayoutError, Namespace, NVMe, TieredKVCache
 
 TOKENS = prompt(1, 2, 3)
@@ -160,14 +160,14 @@ def test_two_first_stores_of_different_shapes_race(tmp_path):
 
 def test_a_new_epoch_during_the_first_store_is_not_missed(monkeypatch):
     building, go_on = threading.Event(), threading.Event()
-    build = tiercache.cache.build_stack
+    build = tiercache.cache_life.build_stack
 
     def slow_build(*args):
         building.set()
         assert go_on.wait(WAIT_S)
         return build(*args)
 
-    monkeypatch.setattr(tiercache.cache, "build_stack", slow_build)
+    monkeypatch.setattr(tiercache.cache_life, "build_stack", slow_build)
     with TieredKVCache([DRAM(16 * SLOT)], block_tokens=BLOCK_TOKENS, epoch="one") as cache:
         first = threading.Thread(target=store, args=(cache, TOKENS))
         first.start()
@@ -289,7 +289,7 @@ def test_a_wrong_switch_in_the_environment_is_told(monkeypatch):
 
 def test_switched_off_no_memory_is_taken(monkeypatch):
     built = []
-    monkeypatch.setattr(tiercache.cache, "build_stack", lambda *args: built.append(args))
+    monkeypatch.setattr(tiercache.cache_life, "build_stack", lambda *args: built.append(args))
     with TieredKVCache([DRAM("1MiB")], block_tokens=BLOCK_TOKENS, switch="off") as cache:
         assert cache.store(TOKENS, blocks_of(TOKENS)).reason == "stores_off"
         with pytest.raises(LayoutError):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cache_kit import WAIT_S
 
-from tiercache import DRAM, KVLayout, TieredKVCache
+from tiercache import DRAM, KVLayout, NVMe, TieredKVCache
 
 pytestmark = pytest.mark.slow
 
@@ -83,3 +83,44 @@ def test_lookup_of_a_long_prompt_against_a_compare_of_its_tokens():
         f"{miss * 1e3:.3f} ms; np.array_equal {compare * 1e3:.3f} ms"
     )
     assert found < 2e-3
+
+
+@pytest.mark.parametrize("level", ["dram", "nvme"])
+def test_the_estimate_against_the_real_time_of_a_load(tmp_path, level):
+    """Loads of 1 to 128 MiB into the caller's rows, in changing order, some with others ahead of them."""
+    layout, most = KVLayout((256 << 10,), "uint8"), 512
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 256, (most, 256 << 10), dtype=np.uint8)
+    tokens = [np.arange(1000 * i, 1000 * i + most, dtype=np.int32) for i in range(2)]
+    disk = NVMe(tmp_path / "kv", 2 * most * (256 << 10), write_after_s=None)
+    fast = 4 * most if level == "dram" else 8
+    with TieredKVCache([DRAM(2 * most * (256 << 10)), disk], layout=layout, block_tokens=1, namespace="x") as cache:
+        for each in tokens:
+            while (there := cache.lookup(each, deadline_s=1).blocks) < most:
+                cache.store(each, rows[there:], start=there).wait(WAIT_S)
+            assert cache.flush(to="nvme")
+    ratios, outs = [], [np.empty_like(rows) for _ in range(2)]
+    tiers = [DRAM(fast * (256 << 10)), disk]
+    with TieredKVCache(tiers, layout=layout, block_tokens=1, namespace="x", exclusive=False) as cache:
+        if level == "dram":
+            for each in tokens:
+                cache.prefetch(cache.lookup(each)).result(WAIT_S)
+        for i in range(80):
+            n = int(rng.choice([4, 16, 64, 512]))
+            ahead = [cache.load(cache.lookup(tokens[1]), out=outs[1])] if i % 4 == 3 else []
+            match = cache.lookup(tokens[0][:n])
+            began = time.perf_counter()
+            assert cache.load(match, out=outs[0]).result(WAIT_S).block_count == n
+            ratios.append((n, len(ahead), match.estimated_load_s / (time.perf_counter() - began)))
+            for each in ahead:
+                each.result(WAIT_S)
+        cost = cache.stack.planner.state.costs[0 if level == "dram" else 1]
+    alone = [ratio for _, queue, ratio in ratios[20:] if not queue]
+    low, middle, high = np.quantile(alone, [0.1, 0.5, 0.9])
+    queued = np.median([ratio for _, queue, ratio in ratios[20:] if queue])
+    sizes = {
+        n: round(float(np.median([r for m, q, r in ratios[20:] if m == n and not q])), 2) for n in (4, 16, 64, 512)
+    }
+    print(f"\n{level}: estimate / real {middle:.2f} ({low:.2f} to {high:.2f}), behind 128 MiB {queued:.2f}; by blocks")
+    print(f"of 256 KiB {sizes}; {cost}")
+    assert 0.5 < middle < 2

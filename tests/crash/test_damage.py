@@ -197,7 +197,7 @@ def _with_manifest(value: bytes, framed: bool) -> Harm:
     return harm
 
 
-@pytest.mark.parametrize("value", [b"", b"\xff\xfe nonsense", b"[]", b'{"format": 1}', b'{"format": 1, "epoch": 5}'])
+@pytest.mark.parametrize("value", [b"", b"\xff\xfe nonsense", b"[]", b'{"format": 2}', b'{"format": 2, "epoch": 5}'])
 @pytest.mark.parametrize("framed", [True, False])
 def test_a_manifest_of_nonsense_is_set_aside(
     zygote: Zygote, base: Base, tmp_path: Path, value: bytes, framed: bool
@@ -213,7 +213,7 @@ def test_a_manifest_of_nonsense_is_set_aside(
 @pytest.mark.parametrize(
     ("harm", "cold"),
     [
-        (lambda path: (path / "STORE").write_text('{"format": 1, "store_id": "%s"}' % ("ab" * 16)), "store"),
+        (lambda path: (path / "STORE").write_text('{"format": 2, "store_id": "%s"}' % ("ab" * 16)), "store"),
         (lambda path: (path / "STORE").write_bytes(b"\0\xff{"), "store"),
         (lambda path: (path / "STORE").write_bytes(b""), "store"),
         (lambda path: (path / "STORE").unlink(), "store"),

@@ -41,7 +41,7 @@ class Recorder(MemoryLedger):
         self.calls.append(("forget", numbers.tolist()))
         super().forget(numbers)
 
-    def note_use(self, numbers, last_use, uses):
+    def note_use(self, numbers, last_use, uses, hints=None):
         self.calls.append(("note_use", numbers.tolist()))
 
     def new_epoch(self, epoch):

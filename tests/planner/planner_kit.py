@@ -7,7 +7,9 @@ which one writes, or where a persistent slot is written before its old life was 
 """
 
 import itertools
+import math
 import struct
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -133,6 +135,9 @@ class Bench:
         self.finds: dict[int, CopyJob] = {}
         """Finds that were sent and not answered."""
         self.messages: list = []
+        self.ends: dict[str, float] = defaultdict(lambda: math.inf)
+        """When blocks end, and their priorities, by the stores that named them."""
+        self.priorities: dict[str, int] = defaultdict(int)
         self._endpoints = itertools.count(1)
         self._seen_jobs: set[int] = set()
 
@@ -171,24 +176,31 @@ class Bench:
 
     # -- verbs ------------------------------------------------------------------------------------------------------
 
-    def lookup(self, prompt):
-        return self.planner.lookup(*self.encode(prompt), self.now)
+    def lookup(self, prompt, block_s=0.0):
+        found = self.planner.lookup(*self.encode(prompt), self.now, block_s=block_s)
+        self.take()
+        return found
 
-    def store(self, prompt, start=0, epoch=None):
+    def store(self, prompt, start=0, epoch=None, priority=0, ttl=math.inf):
         symbols, n = self.encode(prompt)
         endpoint = next(self._endpoints)
         self.rows[endpoint] = self.tokens_of(prompt)[start:]
+        before = self.alive()
         plan = self.planner.plan_store(
-            symbols, n, start, epoch or self.epoch, self.now, endpoint, prompt[-1:].isupper()
+            symbols, n, start, epoch or self.epoch, self.now, endpoint, prompt[-1:].isupper(), priority, self.now + ttl
         )
+        for i in range(plan.end):
+            key, old = prompt[: i + 1], prompt[: i + 1] in before
+            self.ends[key] = max(self.ends[key], self.now + ttl) if old else self.now + ttl
+            self.priorities[key] = max(self.priorities[key], priority) if old else priority
         self.take()
         if plan.job:
             assert self._endpoint_of(plan.job) == endpoint
         return plan
 
-    def stored(self, prompt, start=0):
+    def stored(self, prompt, start=0, **said):
         """A store whose copy is delivered at once."""
-        plan = self.store(prompt, start)
+        plan = self.store(prompt, start, **said)
         if plan.job:
             self.deliver(plan.job)
         return plan
@@ -198,8 +210,12 @@ class Bench:
         want = n if want is None else want
         endpoint = next(self._endpoints) if out else 0
         self.rows[endpoint] = [GARBAGE] * want
+        before = set(self.where()) if self.planner.finds is not None else None
         load = self.planner.plan_load(symbols, want, self.epoch, self.now, endpoint, prompt_blocks=n)
         self.loads[load.id] = (load, self.tokens_of(prompt))
+        for key in set() if before is None else set(self.where()) - before:  # fetched: nothing was ever said of them
+            self.ends.pop(key, None)
+            self.priorities.pop(key, None)
         self._over([load] if load.done else [])
         self.take()
         return load
@@ -218,8 +234,16 @@ class Bench:
     def hint(self, prompt):
         return self.planner.release(*self.encode(prompt), self.now)
 
-    def pin(self, prompt):
-        held = self.planner.pin(*self.encode(prompt), self.epoch, self.now)
+    def prioritize(self, prompt, priority):
+        changed = self.planner.prioritize(*self.encode(prompt), priority, self.now)
+        for i in range(len(prompt)):
+            self.priorities[prompt[: i + 1]] = priority
+        self.take()
+        return changed
+
+    def pin(self, prompt, ttl=math.inf):
+        held = self.planner.pin(*self.encode(prompt), self.epoch, self.now, self.now + ttl)
+        self.take()
         if held:
             self.pins.append(held)
         return held
@@ -388,7 +412,7 @@ class Bench:
         for i, token in enumerate(running.tokens):
             good = bool(mask[i]) and not running.overdue
             if job.dst_level == CALLER:
-                if good:
+                if good and job.kind != "probe":
                     self.rows[job.endpoint][int(job.dst_slots[i])] = token
             else:
                 self._arrive(running, job.dst_level, int(job.dst_slots[i]), token if good else GARBAGE)
@@ -512,6 +536,15 @@ class Bench:
             stack += [(child, prompt) for child in node.children.values()]
         return found
 
+    def alive(self) -> dict[str, list]:
+        """`where`, without what has ended by now."""
+        where = self.where()
+        return {
+            prompt: places
+            for prompt, places in where.items()
+            if all(self.ends[prompt[: i + 1]] > self.now for i in range(len(prompt)))
+        }
+
     def levels_of(self, prompt) -> list[str]:
         """Names of the levels where the last block of this prompt is readable."""
         places = self.where().get(prompt, [])
@@ -538,11 +571,26 @@ class Bench:
     def check(self):
         """Everything that must hold after every step."""
         assert self.planner.check() == []
+        mine = {id(slots) for _, slots in self.state.pinned}
+        self.pins = [pin for pin in self.pins if any(id(slots) in mine for _, slots in pin)]
         where = self.where()
+        self._check_hints()
         self._check_content(where)
         self._check_loads()
         self._check_bounds()
         self._check_all_claims(where)
+
+    def _check_hints(self):
+        """What the tree says of each block is what was said of it."""
+        stack = [(child, "") for child in self.state.residency.index.root.children.values()]
+        while stack:
+            node, prompt = stack.pop()
+            letters = struct.unpack(f"<{node.n * WIDTH // 4}i", node.run[: node.n * WIDTH])[:: WIDTH // 4]
+            for i, letter in enumerate(letters):
+                prompt += chr(letter)
+                said = (0, math.inf) if node.hints is None else tuple(node.hints[i].tolist())
+                assert said == (self.priorities[prompt], self.ends[prompt]), f"{prompt}: {said}"
+            stack += [(child, prompt) for child in node.children.values()]
 
     def _check_content(self, where):
         written = {(level, slot) for r in self.running.values() for level, slots, w in r.ends() if w for slot in slots}

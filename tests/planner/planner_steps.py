@@ -1,11 +1,13 @@
 """The steps that random tests take on a bench, each with what must come of it."""
 
+import math
 from random import Random
 
 from planner_kit import Bench, dram, hbm, nvme
 
 from tiercache.planner.state import Limits
 from tiercache.slots import SlotState
+from tiercache.types import COLD
 
 LIMITS = (Limits(jobs=4, job_blocks=3, queued_loads=3), Limits(jobs=8, job_blocks=8), Limits())
 LEVELS = {
@@ -27,8 +29,24 @@ OPTIONS = {
     "three": [{}, {"write_after_s": 2.0}, {"exclusive": True}, {"exclusive": False}],
 }
 
+PRIORITIES = (0, 0, 0, 1, 100, -1, COLD)
+TTLS = (math.inf, math.inf, math.inf, 0.5, 3.0, 20.0)
+
 OFTEN = ["store", "request", "request", "churn", "lookup", "load", "deliver", "settle", "settle"]
-SELDOM = ["release_load", "touch", "hint", "pin", "unpin", "unpin", "drain", "invalidate", "tend", "hasten", "fail"]
+SELDOM = [
+    "prioritize",
+    "release_load",
+    "touch",
+    "hint",
+    "pin",
+    "unpin",
+    "unpin",
+    "drain",
+    "invalidate",
+    "tend",
+    "hasten",
+    "fail",
+]
 RARE = ["fail", "overdue", "lost_claims", "rot", "new_epoch"]
 
 
@@ -40,6 +58,8 @@ class Steps:
         levels = rng.choice(LEVELS[kind])
         limits, options = rng.choice(LIMITS), rng.choice(OPTIONS[kind])
         self.bench = Bench(*levels, limits=limits, policy=rng.choice(["lru", "reuse"]), **options)
+        self.hinted = rng.choice([True, False])
+        """Do callers say anything of their blocks?"""
         self.prompts = ["a"]
         self.epochs = 0
 
@@ -83,9 +103,10 @@ class Steps:
     def check_store(self, prompt, start):
         bench = self.bench
         bench.lookup(prompt)  # the planner knows what time it is
-        usable = self.usable(bench.where(), prompt)
+        usable = self.usable(bench.alive(), prompt)
         lacking = [i for i in range(start, len(prompt)) if not usable[i]]
-        plan = bench.store(prompt, start)
+        said = {"priority": self.rng.choice(PRIORITIES), "ttl": self.rng.choice(TTLS)} if self.hinted else {}
+        plan = bench.store(prompt, start, **said)
         self.prompts = [*self.prompts[-20:], prompt]
         assert 0 <= plan.accepted <= len(lacking) and plan.present >= 0
         assert plan.end >= start or plan.reason in ("parent_missing", "offline")
@@ -137,7 +158,7 @@ class Steps:
     def lookup(self):
         prompt = self.any_prompt()
         found = self.bench.lookup(prompt)
-        where, online = self.bench.where(), self.bench.state.online_levels()
+        where, online = self.bench.alive(), self.bench.state.online_levels()
         best = []
         for i in range(len(prompt)):
             places = where.get(prompt[: i + 1], [])
@@ -179,7 +200,11 @@ class Steps:
         self.bench.hint(self.any_prompt())
 
     def pin(self):
-        self.bench.pin(self.any_prompt())
+        self.bench.pin(self.any_prompt(), self.rng.choice(TTLS) if self.hinted else math.inf)
+
+    def prioritize(self):
+        if self.hinted:
+            self.bench.prioritize(self.any_prompt(), self.rng.choice(PRIORITIES))
 
     def unpin(self):
         if self.bench.pins:
@@ -195,7 +220,7 @@ class Steps:
 
     def invalidate(self):
         prompt = self.rng.choice(["", self.any_prompt(), self.any_prompt(), self.any_prompt()])
-        before = self.bench.where()
+        before = self.bench.alive()
         dropped = self.bench.invalidate(prompt)
         where = self.bench.where()
         assert where == {each: places for each, places in before.items() if not each.startswith(prompt)}
@@ -203,6 +228,7 @@ class Steps:
 
     def tend(self):
         self.bench.tend(self.rng.choice([0.0, 0.1, 1.0, 5.0, 50.0]))
+        assert self.bench.where() == self.bench.alive()
 
     # -- the mover --------------------------------------------------------------------------------------------------
 

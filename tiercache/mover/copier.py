@@ -14,7 +14,7 @@ from tiercache.mover.ledger import BlockLedger
 from tiercache.mover.stats import Counters
 from tiercache.tiers.base import Rows, SlotTier, contiguous_runs
 from tiercache.tiers.dram import map_rows
-from tiercache.types import CALLER, Bools, CopyJob, Slots
+from tiercache.types import CALLER, PROBE_S, Bools, CopyJob, Slots
 
 __all__ = ["Copier", "Staging"]
 
@@ -82,6 +82,9 @@ class Copier:
             self._from_keys(running, staging)
         elif job.src_level == CALLER:
             self._from_caller(running, begin, end, staging)
+        elif job.kind == "probe":
+            if started_at - (running.started_at or started_at) < PROBE_S:
+                self._from_staged(running, begin, end, staging)
         elif self._is_staged(job.src_level):
             self._from_staged(running, begin, end, staging)
         else:
@@ -139,7 +142,9 @@ class Copier:
         running.bad[begin:end] = ~good
         if tier.verifies and not running.cancelled:
             good = self._verified(running, begin, end, rows, good)
-        if good.any():
+        if job.kind == "probe":
+            running.ok[begin:end] = good
+        elif good.any():
             self._into(running, begin, end, rows, good)
 
     def _from_keys(self, running: RunningJob, staging: Staging) -> None:

@@ -51,6 +51,7 @@ class RunningJob:
         """Blocks whose source could not be read, or is wrong; likewise."""
         self.lock = threading.Lock()
         self.delayed = job.start_after_s > 0
+        self.ready_at = time.monotonic()
         self.started_at: float | None = None
         self.ended = False
         self.cancelled = False
@@ -89,6 +90,7 @@ class RunningJob:
         """The delay is over. True exactly once for a delayed job that has not ended."""
         with self.lock:
             was, self.delayed = self.delayed, False
+            self.ready_at = time.monotonic()
             return was and not self.ended
 
     # -- parts ------------------------------------------------------------------------------------------------------
@@ -199,6 +201,8 @@ class RunningJob:
             if self.cancelled or self.broken:
                 self.fail_all()
             seconds = 0.0 if self.started_at is None else time.monotonic() - self.started_at
+            waited_s = 0.0 if self.started_at is None else max(0.0, self.started_at - self.ready_at)
             arrived = int(self.ok.sum())
             reason = "" if arrived == self.job.n and not self.cancelled and not self.broken else self.reason
-            return JobResult(self.job.id, self.ok, arrived * block_nbytes, seconds, reason=reason, bad=self.bad)
+            nbytes = arrived * block_nbytes
+            return JobResult(self.job.id, self.ok, nbytes, seconds, reason=reason, bad=self.bad, waited_s=waited_s)

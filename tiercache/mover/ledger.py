@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercache.types import Bools, Claims, Floats, Idents, Slots, Uses
+from tiercache.types import Bools, Claims, Floats, Hints, Idents, Slots, Uses
 
 __all__ = ["BlockLedger", "Checksums", "MemoryLedger"]
 
@@ -43,8 +43,8 @@ class BlockLedger(Protocol):
     def forget(self, slots: Slots) -> None:
         """These slots hold nothing any more."""
 
-    def note_use(self, slots: Slots, last_use: Floats, uses: Uses) -> None:
-        """Recency to be written with a later commit."""
+    def note_use(self, slots: Slots, last_use: Floats, uses: Uses, hints: Hints | None = None) -> None:
+        """Recency, and what was said of blocks (None: as before), to be written with a later commit."""
 
     def new_epoch(self, epoch: bytes) -> None:
         """Forget everything; what is written from now on belongs to `epoch`."""
@@ -101,7 +101,7 @@ class MemoryLedger:
             self._checksums[slots] = 0
             self._held[slots] = False
 
-    def note_use(self, slots: Slots, last_use: Floats, uses: Uses) -> None:
+    def note_use(self, slots: Slots, last_use: Floats, uses: Uses, hints: Hints | None = None) -> None:
         """Nothing: recency is kept for a restart only."""
 
     def new_epoch(self, epoch: bytes) -> None:

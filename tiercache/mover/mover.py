@@ -167,7 +167,7 @@ class Mover:
                 self._ledger.forget(message.slots)
                 self._committer.over(message.slots)
             elif isinstance(message, NoteUse):
-                self._ledger.note_use(message.slots, message.last_use, message.uses)
+                self._ledger.note_use(message.slots, message.last_use, message.uses, message.hints)
             else:
                 self._epoch = message.epoch
                 self._ledger.new_epoch(message.epoch)
@@ -424,7 +424,9 @@ def _chosen(claims: Claims, ok: Bools) -> Claims:
     if ok.all():
         return claims
     symbols = np.frombuffer(claims.symbols, dtype=np.uint8).reshape(len(ok), -1)[ok].tobytes()
-    return Claims(claims.parent_slots[ok], claims.parent_idents[ok], symbols, claims.last_use[ok], claims.uses[ok])
+    hints = None if claims.hints is None else claims.hints[ok]
+    parents = claims.parent_slots[ok], claims.parent_idents[ok]
+    return Claims(*parents, symbols, claims.last_use[ok], claims.uses[ok], hints)
 
 
 def _fail_orphans(ok: Bools, slots: Slots, parent_slots: Slots) -> None:

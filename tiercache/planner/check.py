@@ -186,6 +186,10 @@ def _check_credits(state: PlannerState, loads: Loads, finds: Finds | None) -> It
     if finds is not None:
         lost[-1] += sum(find.overdue for find in finds.under_way.values())
     names = [spec.name for spec in state.specs] + ["remote"]
+    queued = [0 for _ in levels]
+    for load in loads.open.values():
+        for segment in load.segments:
+            queued[segment.source] += len(segment.src)
     holds = [np.zeros(spec.capacity, dtype=np.int32) for spec in state.specs]
     for level, slots in [*((0, load.slots) for load in loads.open.values()), *state.pinned]:
         holds[level][slots] += 1
@@ -198,6 +202,8 @@ def _check_credits(state: PlannerState, loads: Loads, finds: Finds | None) -> It
         found_blocks = (credit.inbound, credit.outbound, credit.outbound_writes, credit.held)
         held = int((holds[level] > 0).sum()) if level < len(holds) else 0
         right_blocks = (inbound[level], outbound[level], writes[level], held)
+        if credit.queued != queued[level]:
+            yield f"{names[level]}: {credit.queued} blocks counted as queued by loads, {queued[level]} are"
         if level < len(holds) and (holds[level] != state.holds[level]).any():
             yield f"{names[level]}: a slot counts other holds than there are"
         if found_blocks != right_blocks:
@@ -207,5 +213,5 @@ def _check_credits(state: PlannerState, loads: Loads, finds: Finds | None) -> It
 
 def _lengths(node: Node) -> set[int]:
     """Of all arrays per block."""
-    marks = () if node.marks is None else (node.marks,)
-    return {len(each) for each in (node.idents, node.slots, node.last_use, node.uses, *marks)}
+    lengths = {len(each) for each in (node.idents, node.slots, node.last_use, node.uses)}
+    return lengths | {len(each) for each in (node.marks, node.hints) if each is not None}

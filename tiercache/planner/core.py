@@ -6,13 +6,15 @@ mover must do collects in the outbox (`take_messages`); what the mover reports g
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from tiercache.arrays import count_levels, first_false, first_true, true_at
+from tiercache.arrays import true_at
 from tiercache.index import Path, Walk
 from tiercache.keys import root_ident
 from tiercache.planner.check import check_state
@@ -20,9 +22,11 @@ from tiercache.planner.counters import LevelCounters, PlannerCounters
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.explain import Stretch, explain_path
 from tiercache.planner.finds import Finds
+from tiercache.planner.hinting import Hinting
 from tiercache.planner.loads import Load, Loads
+from tiercache.planner.offer import Offers
 from tiercache.planner.quota import Quota
-from tiercache.planner.reach import reach_further
+from tiercache.planner.reach import reach, reach_further
 from tiercache.planner.recovery import restore
 from tiercache.planner.results import Outcome, Results
 from tiercache.planner.room import Room
@@ -50,9 +54,11 @@ class Found(NamedTuple):
     words: int
     """Leading int32 words of the prompt that lie on some cached path."""
     load_s: float
-    """Estimate from measured rates; 0 where nothing was measured yet."""
+    """Estimated seconds of a load of `blocks`."""
     plain: bool
     """No symbol on the path has INT32_MIN in it: so nothing else that equals it has."""
+    withheld: int = 0
+    """Readable blocks after `blocks` that are not worth their load."""
     remote: int = 0
     """Of `blocks`, how many come from the key tier."""
 
@@ -80,11 +86,13 @@ class Planner:
         write_after_s: float | None = None,
         max_writes_per_hit: float | None = None,
         limits: Limits | None = None,
+        measures: bool = False,
         remote: RemoteLimits | None = None,
     ) -> None:
         """specs: the levels, fastest first. width: bytes of a symbol. exclusive: None decides per level, by size:
         a block promoted from a level of under five times the capacity leaves that one. max_writes_per_hit: a block is
         only written to a persistent level where no more writes than that are to be expected for each hit; None: always.
+        measures: probe how fast levels are from the start (else from the first lookup with `block_s` on).
         remote: there is a key tier.
         """
         self._namespace_digest = namespace_digest
@@ -109,7 +117,12 @@ class Planner:
         self.finds = Finds(self.state, remote) if remote is not None else None
         self.loads = Loads(self.state, self.demotion, self.quota)
         self.stores = Stores(self.state, self.demotion, self.quota)
+        self.hinting = Hinting(self.state, self.demotion)
+        self._pin_ends: list[tuple[float, int, list[tuple[int, Slots]]]] = []
+        """A heap of the pins that end by themselves: when, a number, what `unpin` takes."""
+        self._pins = itertools.count()
         self.results = Results(self.state, self.loads, self.demotion, self.finds)
+        self.offers = Offers(self.state, measures)
 
     @property
     def epoch(self) -> bytes:
@@ -127,53 +140,32 @@ class Planner:
         """Does any cached prompt begin with this symbol, or may one do so elsewhere?"""
         return first in self.state.residency.index.root.children or self.finds is not None
 
-    def lookup(self, symbols: bytes, n: int, now: float, tail: bytes = b"", again: bool = False) -> Found:
+    def lookup(
+        self, symbols: bytes, n: int, now: float, tail: bytes = b"", again: bool = False, block_s: float = 0.0
+    ) -> Found:
         """How many leading blocks of a prompt have a readable copy. Mutates statistics only; with `again` (the same
-        question asked once more) not even those. `symbols` may be the first one alone where nothing `begins` so."""
+        question asked once more) not even those. `symbols` may be the first one alone where nothing `begins` so.
+
+        block_s: seconds that the prefill of a block takes: only blocks whose load takes less are offered, and levels
+        are probed for it. 0: all are.
+        """
         state, residency = self.state, self.state.residency
         state.now = now
-        walk = residency.index.walk(symbols, n, tail)
-        blocks, pending, by_level = self._reach(walk.path)
+        walk = self._alive(whole := residency.index.walk(symbols, n, tail))
+        blocks, pending, by_level, load_s, withheld = reach(state, self.offers, walk.path, block_s)
         remote = 0
-        if blocks < n and self.finds is not None:
+        if blocks < n and self.finds is not None and not withheld and walk.blocks == whole.blocks:
             blocks, pending, by_level, remote = reach_further(self.state, self.loads, self.finds, walk, symbols, n)
+            remote, blocks, load_s = self.finds.worth(remote, blocks, load_s, block_s)
         if not again:
             state.totals.lookups += 1
             state.totals.lookup_blocks += n
-            state.totals.found_blocks += blocks
+            state.totals.found_blocks += blocks + withheld
+            state.totals.blocks_withheld += withheld
             if walk.path and walk.blocks < n:
                 walk.path.nodes[-1].exits += 1
-        load_s = self._estimate(by_level) if blocks else 0.0
-        if not remote or self.finds is None:
-            return Found(blocks, by_level, pending, walk.words, load_s, walk.path.is_plain())
-        return Found(blocks, by_level, pending, walk.words, load_s + self.finds.estimate(remote), False, remote)
-
-    def asks(self) -> bool:
-        """Has a lookup something to ask the key tier? Then `take_messages`."""
-        return bool(self.state.outbox)
-
-    def _reach(self, path: Path) -> tuple[int, int, tuple[int, ...]]:
-        """Leading readable blocks of a path, blocks in flight after those, and the levels they come from."""
-        residency, n = self.state.residency, path.blocks
-        if n == 0:
-            return 0, 0, (0,) * residency.levels
-        online = self.state.online_levels()
-        if online[0] and all(map(residency.is_whole, path.nodes)):
-            return n, 0, (n,) + (0,) * (residency.levels - 1)
-        states = residency.states(residency.index.gather(path))
-        best = residency.best_level(states, online)
-        blocks = first_true(best < 0)
-        pending = first_false(np.asarray((states[:, blocks:] == WRITING).any(axis=0)))
-        return blocks, pending, count_levels(best[:blocks], residency.levels)
-
-    def _estimate(self, by_level: Sequence[int]) -> float:
-        total = 0.0
-        for level, blocks in enumerate(by_level):
-            rate = self.state.read_rate[level]
-            if rate:
-                queued = self.state.credits[level].outbound
-                total += (blocks + queued * (blocks > 0)) * self.levels[level].block_nbytes / rate
-        return total
+        plain = not remote and walk.path.is_plain()
+        return Found(blocks, by_level, pending, walk.words, load_s, plain, withheld, remote)
 
     # -- verbs --------------------------------------------------------------------------------------------------
 
@@ -185,7 +177,7 @@ class Planner:
         prompt_blocks: all blocks of the prompt, where it has more (the request will bring the rest); None: this use was
         counted already.
         """
-        self.state.now = now
+        self._begin(now)
         walk = self._walk(symbols, want, epoch)
         if self.finds is None or epoch != self.state.epoch:
             known, load = None, self.loads.plan(walk.path, want, endpoint)
@@ -202,14 +194,27 @@ class Planner:
 
     def release_load(self, load: Load, now: float) -> None:
         """End the hold of a load that is done."""
-        self.state.now = now
+        self._begin(now)
         self.loads.release(load)
 
     def plan_store(
-        self, symbols: bytes, n: int, start: int, epoch: bytes, now: float, endpoint: int, partial: bool = False
+        self,
+        symbols: bytes,
+        n: int,
+        start: int,
+        epoch: bytes,
+        now: float,
+        endpoint: int,
+        partial: bool = False,
+        priority: int = 0,
+        expires: float = np.inf,
     ) -> StorePlan:
-        """Take blocks `[start, n)` of a prompt, whose rows are `endpoint`; touches the path. Tends when it is cut."""
-        self.state.now = now
+        """Take blocks `[start, n)` of a prompt, whose rows are `endpoint`; touches the path. Tends when it is cut.
+
+        priority, expires (wall-clock seconds): of the new blocks; those that are there keep the higher priority and
+        the later end.
+        """
+        self._begin(now)
         if epoch != self.state.epoch:
             self.state.totals.stale_epoch += 1
             plan = StorePlan(0, 0, "stale_epoch")
@@ -218,6 +223,7 @@ class Planner:
             plan = self.stores.plan(walk, symbols, n, start, endpoint, partial)
             if plan.end:
                 path = self.state.residency.index.walk(symbols, plan.end).path
+                self.hinting.stored(path, walk.blocks, priority, expires)
                 goes_on = self.uses.note_stored(path, walk.blocks, start)
                 if self.quota is not None and not goes_on:
                     self.quota.touched(path.shorten(walk.blocks))
@@ -232,7 +238,7 @@ class Planner:
 
     def touch(self, symbols: bytes, n: int, epoch: bytes, now: float, prompt_blocks: int = 0) -> int:
         """A request used the first n blocks of this prompt (an engine's own HBM hit, say). Returns blocks touched."""
-        self.state.now = now
+        self._begin(now)
         walk = self._walk(symbols, n, epoch)
         self.uses.note(walk.path, max(0, prompt_blocks - walk.blocks))
         if self.quota is not None:
@@ -241,14 +247,15 @@ class Planner:
 
     def release(self, symbols: bytes, n: int, now: float) -> int:
         """This conversation ended: what only its path uses goes to the cold end. Returns blocks moved."""
-        self.state.now = now
+        self._begin(now)
         return self.uses.release(self.state.residency.index.walk(symbols, n).path)
 
     def tend(self, now: float) -> None:
         """Make room ahead of need, submit what waits for credits."""
-        self.state.now = now
+        self._begin(now)
         self._pump()
         self.demotion.tend()
+        self.offers.measure_new()
 
     def _pump(self) -> None:
         self.loads.pump()
@@ -259,15 +266,28 @@ class Planner:
     def drain(self, now: float) -> int:
         """Queue everything that the last level lacks, most reusable first, and start all delayed writes.
         Returns how many blocks were queued."""
-        self.state.now = now
+        self._begin(now)
         queued = self.demotion.queue_all()
         self.demotion.expedite_all()
         self.demotion.tend()
         return queued
 
-    def pin(self, symbols: bytes, n: int, epoch: bytes, now: float) -> list[tuple[int, Slots]]:
-        """Hold the readable blocks of a prompt where they are; returns (level, slots) for `unpin`, within bounds."""
-        self.state.now = now
+    def prioritize(self, symbols: bytes, n: int, priority: int, now: float) -> int:
+        """Give the cached blocks of this prompt this priority. Returns how many had another."""
+        self._begin(now)
+        path = self.state.residency.index.walk(symbols, n).path
+        changed = self.hinting.prioritize(path, priority)
+        if changed:
+            self.uses.tell(path)
+            self.demotion.tend()
+        return changed
+
+    def pin(self, symbols: bytes, n: int, epoch: bytes, now: float, until: float = np.inf) -> list[tuple[int, Slots]]:
+        """Hold the readable blocks of a prompt where they are; returns (level, slots) for `unpin`, within bounds.
+
+        until: wall-clock seconds at which the hold ends by itself.
+        """
+        self._begin(now)
         state, residency = self.state, self.state.residency
         gathered = residency.index.gather(self._walk(symbols, n, epoch).path)
         best = residency.best_level(residency.states(gathered), state.online_levels())
@@ -279,21 +299,30 @@ class Planner:
                 state.hold(level, slots)
                 held.append((level, slots))
         self.state.pinned.extend(held)
+        if held and until < np.inf:
+            heapq.heappush(self._pin_ends, (until, next(self._pins), held))
         return held
 
     def unpin(self, held: Sequence[tuple[int, Slots]], now: float) -> None:
         """End a hold of `pin`. A second time does nothing."""
-        self.state.now = now
+        self._begin(now)
+        self._unpin(held)
+
+    def _unpin(self, held: Sequence[tuple[int, Slots]]) -> None:
         mine = {id(slots) for _, slots in held}
         ended = [each for each in self.state.pinned if id(each[1]) in mine]
         self.state.pinned = [each for each in self.state.pinned if id(each[1]) not in mine]
         for level, slots in ended:
             self.state.let_go(level, slots)
+        if len(self._pin_ends) > 2 * len(self.state.pinned) + 8:  # most were ended before their time
+            open_pins = {id(slots) for _, slots in self.state.pinned}
+            self._pin_ends = [each for each in self._pin_ends if id(each[2][0][1]) in open_pins]
+            heapq.heapify(self._pin_ends)
 
     def invalidate(self, symbols: bytes, n: int, now: float) -> int:
         """Drop the last block of this prefix and all that continues it (n = 0: everything). Returns blocks dropped.
         Cost proportional to what is dropped."""
-        self.state.now = now
+        self._begin(now)
         index, dropped = self.state.residency.index, 0
         if n == 0:
             for node in list(index.root.children.values()):
@@ -308,7 +337,7 @@ class Planner:
     def new_epoch(self, epoch: bytes, now: float) -> list[Load]:
         """Everything cached belongs to other weights now: forget it all. Returns loads that end by it, empty."""
         state = self.state
-        state.now = now
+        self._begin(now)
         for flight in state.jobs.values():
             flight.stale = True
         ended = self.loads.end_all()
@@ -330,11 +359,12 @@ class Planner:
 
     def commit(self, message: PlannerMessage, now: float) -> Outcome:
         """Take over what the mover reports; then tend."""
-        self.state.now = now
+        self._begin(now)
         outcome = self.results.take(message)
         outcome.loads += self.loads.fail_offline()
         self._pump()
         self.demotion.tend()
+        self.offers.measure_new()
         return outcome
 
     # -- the rest -----------------------------------------------------------------------------------------------
@@ -342,6 +372,7 @@ class Planner:
     def restore(self, recovered: Recovered) -> None:
         """Take over what the persistent level held when it was opened. Only on a planner that holds nothing."""
         restore(self.state, recovered)
+        self.offers.measure_new()
 
     def take_messages(self) -> list[MoverMessage]:
         """What the mover must do, in order; empties the outbox. Hand it over before the lock is released."""
@@ -351,15 +382,15 @@ class Planner:
     def explain(self, symbols: bytes, n: int, now: float) -> tuple[Stretch, ...]:
         """Where the blocks of a prompt are, stretch by stretch. Mutates nothing."""
         self.state.now = now
-        return explain_path(self.state, self.state.residency.index.walk(symbols, n).path)
+        return explain_path(self.state, self._alive(self.state.residency.index.walk(symbols, n)).path)
 
     def words_shared(self, symbols: bytes, n: int, tail: bytes) -> int:
         """Leading int32 words of a prompt that lie on some cached path. Mutates nothing."""
-        return self.state.residency.index.walk(symbols, n, tail).words
+        return self._alive(self.state.residency.index.walk(symbols, n, tail)).words
 
     def drop_bad(self, now: float) -> int:
         """Drop blocks whose only copy was found wrong, and all below them. Returns blocks dropped."""
-        self.state.now = now
+        self._begin(now)
         dropped = 0
         for node in list(self.state.residency.index.walk_nodes()):
             if node.parent is None:
@@ -372,11 +403,12 @@ class Planner:
         return dropped
 
     def under_way(self) -> UnderWay:
-        """What is being copied now, for `is_over`: neither delayed writes, nor what comes from a key tier, which a
-        flush need not wait for."""
-        jobs = [each.job for each in self.state.jobs.values() if not each.delayed or each.expedited]
-        loads = [load for load in self.loads.open.values() if not load.done and not load.symbols]
-        return UnderWay(frozenset(job.id for job in jobs if job.symbols is None), tuple(loads))
+        """What is being copied now, for `is_over`: neither delayed writes, nor probes, which are no copies, nor what
+        comes from a key tier, which a flush need not wait for."""
+        flights = [each for each in self.state.jobs.values() if each.job.kind != "probe" and each.job.symbols is None]
+        jobs = frozenset(each.job.id for each in flights if not each.delayed or each.expedited)
+        loads = (load for load in self.loads.open.values() if not load.done and not load.symbols)
+        return UnderWay(jobs, tuple(loads))
 
     def is_over(self, under_way: UnderWay) -> bool:
         """Has all of it ended? What is overdue counts as ended: nobody waits for it any longer."""
@@ -417,6 +449,23 @@ class Planner:
     def totals(self) -> PlannerCounters:
         """Live counters of the whole."""
         return self.state.totals
+
+    def _begin(self, now: float) -> None:
+        """A call that may change things: first, what has ended by now ends."""
+        self.state.now = now
+        if now >= self.state.residency.expiry.next:
+            self.hinting.expire()
+        while self._pin_ends and self._pin_ends[0][0] <= now:
+            self._unpin(heapq.heappop(self._pin_ends)[2])
+
+    def _alive(self, walk: Walk) -> Walk:
+        """The same walk, as far as nothing on it has ended by now."""
+        if self.state.now < self.state.residency.expiry.next:
+            return walk
+        alive = self.hinting.alive(walk.path)
+        if alive == walk.path.blocks:
+            return walk
+        return Walk(walk.path.shorten(alive), alive, alive * self.state.residency.width // 4)
 
     def _walk(self, symbols: bytes, want: int, epoch: bytes) -> Walk:
         if epoch != self.state.epoch:

@@ -24,7 +24,7 @@ class LevelCounters:
     dropped_in_place: int = 0
     """Evicted although this was the only copy and a slower level exists (no room or no way to copy it)."""
     detached: int = 0
-    """Blocks taken away by invalidation, a new epoch or a failed parent."""
+    """Blocks taken away by invalidation, a new epoch, a failed parent, or since their time was over."""
     failed_reads: int = 0
     failed_writes: int = 0
     bad: int = 0
@@ -48,6 +48,10 @@ class PlannerCounters:
     """Whole blocks asked for."""
     found_blocks: int = 0
     """Of those, with a readable copy."""
+    blocks_withheld: int = 0
+    """Of those, not offered since a recompute was expected to be faster."""
+    probes: int = 0
+    """Jobs that only measured how fast a level is."""
     loads: int = 0
     loads_cut: int = 0
     """Loads that took fewer blocks than their match (holds, credits, room)."""
@@ -59,6 +63,8 @@ class PlannerCounters:
     """By reason."""
     recovered: int = 0
     recovered_forgotten: int = 0
+    expired: int = 0
+    """Blocks whose time was over, and what continued them."""
     stale_epoch: int = 0
     """Calls and results of an earlier epoch."""
 

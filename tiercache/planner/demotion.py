@@ -12,7 +12,7 @@ from tiercache.planner.state import PlannerState
 from tiercache.planner.victims import Victims
 from tiercache.planner.writes import Planned, Writes
 from tiercache.slots import RESIDENT
-from tiercache.types import Bools, Expedite, Slots
+from tiercache.types import COLD, Bools, Expedite, Slots
 
 __all__ = ["Demotion"]
 
@@ -198,6 +198,18 @@ class Demotion:
             _, slots = self._write(level, slots, last, delay_s)
         self.state.unwritten.add(level, slots)
         self._write_backlog()
+
+    def write_cold(self, level: int, slots: Slots) -> None:
+        """Write those of these blocks that belong into the slow tiers only to the last level, now."""
+        runs = self.state.residency.runs_of(level, slots)
+        cold = []
+        for node, begin, end in runs:
+            if node.hints is not None:
+                mine = node.hints["priority"][begin:end] == COLD
+                cold.append(node.slots[begin:end, level][mine].astype(np.int32))
+        if cold:
+            self.state.unwritten.add(level, np.concatenate(cold))
+            self._write_backlog()
 
     def _worth_writing(self, level: int, slots: Slots) -> Slots:
         if self.state.max_writes_per_hit is None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import numpy as np
 
 from tiercache.index import Path
 from tiercache.planner.state import PlannerState
 from tiercache.slots import BAD, RESIDENT, WRITING
+from tiercache.types import COLD
 
 __all__ = ["Explanation", "Stretch", "explain_path"]
+
+_LAST_DATE_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,10 @@ class Stretch:
     """Other prompts' continuations right after its run (0 inside a run)."""
     exits: int
     """Lookups of longer prompts that left the cached path in or after this run."""
+    priority: int = 0
+    """Of its first block; see `TieredKVCache.store`."""
+    expires_s: float = math.inf
+    """Wall-clock seconds at which its first block ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +64,9 @@ class Explanation:
             more = f", on the way to {', '.join(each.in_flight)}" if each.in_flight else ""
             wrong = f", found wrong on {', '.join(each.bad)}" if each.bad else ""
             leave = f"; {each.exits} lookups left here, {each.branches} branches" if each.exits or each.branches else ""
-            lines.append(f"  blocks {each.begin}..{each.end - 1}: {where}{more}{wrong}; used {each.uses} times{leave}")
+            said = f"; {_said(each)}" if _said(each) else ""
+            used = f"used {each.uses} times"
+            lines.append(f"  blocks {each.begin}..{each.end - 1}: {where}{more}{wrong}; {used}{said}{leave}")
         if self.diverged_at is not None:
             lines.append(f"the prompt leaves the cached path at token {self.diverged_at}")
         return "\n".join(lines)
@@ -67,7 +78,10 @@ def explain_path(state: PlannerState, path: Path) -> tuple[Stretch, ...]:
     residency = state.residency
     for i, (node, take) in enumerate(path):
         states = residency.states(node.slots[:take].T)
-        cuts = np.flatnonzero((np.diff(states.astype(np.int16), axis=1) != 0).any(axis=0)) + 1
+        unlike = (np.diff(states.astype(np.int16), axis=1) != 0).any(axis=0)
+        if node.hints is not None:
+            unlike |= node.hints[1:take] != node.hints[: take - 1]
+        cuts = np.flatnonzero(unlike) + 1
         bounds = [0, *cuts.tolist(), take]
         for a, b in itertools.pairwise(bounds):
             column = states[:, a]
@@ -83,9 +97,22 @@ def explain_path(state: PlannerState, path: Path) -> tuple[Stretch, ...]:
                     int(node.uses[a]),
                     max(0, len(node.children) - (i < len(path) - 1)) if last else 0,
                     node.exits if b == take else 0,
+                    0 if node.hints is None else node.hints["priority"].item(a),
+                    math.inf if node.hints is None else node.hints["expires"].item(a),
                 )
             )
     return tuple(found)
+
+
+def _said(stretch: Stretch) -> str:
+    """What callers said of these blocks, in words."""
+    words = []
+    if stretch.priority:
+        words.append("cold" if stretch.priority == COLD else f"priority {stretch.priority}")
+    if stretch.expires_s < math.inf:
+        ends = datetime.fromtimestamp(min(stretch.expires_s, _LAST_DATE_S), UTC)
+        words.append(f"ends {ends:%Y-%m-%d %H:%M:%S} UTC")
+    return ", ".join(words)
 
 
 def _named(state: PlannerState, column: np.ndarray[tuple[int], np.dtype[np.uint8]], what: np.uint8) -> tuple[str, ...]:

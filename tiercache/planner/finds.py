@@ -185,7 +185,15 @@ class Finds:
         for find in self.under_way.values():
             find.stale = True
 
-    def estimate(self, blocks: int) -> float:
-        """Seconds that a load of so many blocks takes, from measured rates; 0.0 where nothing was measured yet."""
-        rate = self.state.read_rate[self.level]
-        return blocks * self.state.specs[0].block_nbytes / rate if rate else 0.0
+    def load_s(self, blocks: int) -> float:
+        """Seconds that a load of so many blocks takes, as far as loads have told."""
+        cost = self.state.costs[self.level]
+        return cost.seconds(blocks * self.state.specs[0].block_nbytes) if cost.jobs else 0.0
+
+    def worth(self, remote: int, blocks: int, load_s: float, block_s: float) -> tuple[int, int, float]:
+        """Of `blocks` found, `remote` come from here and the others take `load_s`; the same with these, or without
+        them where computing them is quicker (`block_s` seconds each; 0: unknown)."""
+        remote_s = self.load_s(remote) if remote else 0.0
+        if block_s and remote_s > remote * block_s:
+            return 0, blocks - remote, load_s
+        return remote, blocks, max(load_s, remote_s)

@@ -16,7 +16,7 @@ from tiercache.planner.fetches import Fetches, source_slots
 from tiercache.planner.quota import Quota
 from tiercache.planner.state import Flight, PlannerState
 from tiercache.slots import RESIDENT, WRITING
-from tiercache.types import CALLER, Bools, Idents, Slots
+from tiercache.types import CALLER, COLD, Bools, Idents, Slots
 
 __all__ = ["Load", "Loads"]
 
@@ -198,7 +198,8 @@ class Loads:
         last = residency.levels - 1
         upper = last - 1
         if last > 0 and state.specs[last].persistent and state.online(upper):
-            wanted = true_at((best[:n] == last) & (gathered[upper, :n] < 0))
+            here = min(n, known)
+            wanted = true_at((best[:here] == last) & (gathered[upper, :here] < 0) & ~self._cold(path, here))
             wanted = wanted[: state.job_room(CALLER, upper)]
             if len(wanted):
                 with state.keep(gathered):
@@ -219,6 +220,11 @@ class Loads:
             also = (upper, also_rows[at]) if source >= last and (also_rows[at] >= 0).any() else None
             self._add_segment(load, source, source_slots(gathered, source, at), rows[at], idents[at], begin, also)
         return load
+
+    def _cold(self, path: Path, n: int) -> Bools:
+        """Per block: does it belong into the slow tiers only?"""
+        hints = path.shorten(n).hints() if self.state.any_cold else None
+        return np.zeros(n, dtype=np.bool_) if hints is None else np.asarray(hints["priority"] == COLD)
 
     def _place(self, path: Path, positions: NDArray[np.int64], slots: Slots, level: int = 0) -> None:
         """Give the blocks at these path positions (ascending) their slots."""
@@ -250,6 +256,7 @@ class Loads:
         self._filling[as_index(_filled(load, dst, also))] = load.id
         for i in range(0, len(src), step):
             part = slice(i, i + step)
+            self.state.credits[source].queued += len(src[part])
             second = None if also is None else (also[0], also[1][part])
             load.segments.append(
                 _Segment(
@@ -296,6 +303,7 @@ class Loads:
         return short
 
     def _submit(self, load: Load, segment: _Segment) -> None:
+        self.state.credits[segment.source].queued -= len(segment.src)
         job = self.state.submit(
             "load",
             (segment.source, segment.src),
@@ -350,6 +358,8 @@ class Loads:
             self._waiters.setdefault(job, []).append(load)
 
     def _unpin_segment(self, segment: _Segment) -> None:
+        """A segment is not submitted any more."""
+        self.state.credits[segment.source].queued -= len(segment.src)
         if segment.source < len(self.state.specs):
             self.state.residency.unpin(segment.source, segment.src)
         if segment.also is not None:

@@ -28,6 +28,7 @@ def restore(state: PlannerState, recovered: Recovered) -> None:
     symbols = np.frombuffer(recovered.symbols, dtype=np.uint8).reshape(n, residency.width)[order].tobytes()
     slots, idents = recovered.slots[order].astype(np.int32), recovered.idents[order]
     last_use, uses = recovered.last_use[order], recovered.uses[order]
+    hints = None if recovered.hints is None else recovered.hints[order]
     parents = recovered.parents[order[starts]]
     run_of = np.empty(n, dtype=np.int64)
     bounds = [*starts.tolist(), n]
@@ -35,7 +36,7 @@ def restore(state: PlannerState, recovered: Recovered) -> None:
     parent_runs = np.where(parents == ROOT, -1, run_of[parents]).tolist()
     residency.tables[level].take_these(slots)
     with _collector_paused():
-        residency.attach_runs(level, parent_runs, bounds, symbols, slots, (idents, last_use, uses))
+        residency.attach_runs(level, parent_runs, bounds, symbols, slots, (idents, last_use, uses), hints)
     state.totals.recovered = n
 
 

@@ -65,10 +65,10 @@ class Results:
         state.finish(flight)
         if self.finds is not None and not flight.overdue:
             self.finds.fetched(flight, result.ok, result.reason)
-        if job.kind == "load" and job.symbols is None and not flight.overdue:
+        if job.kind in ("load", "probe") and job.symbols is None and not flight.overdue:
             self._after_load(flight, result)
-        elif job.kind == "store" and not flight.stale and state.write_after_s is not None:
-            self._write_later(job.dst_slots[ok])
+        elif job.kind == "store" and not flight.stale:
+            self._after_store(job.dst_slots[ok])
         loads = self.loads.came_back(flight, ok)
         return Outcome(loads, job.id, ok)
 
@@ -136,10 +136,15 @@ class Results:
             self.room.drop(level, node, at, end)
             end = at
 
-    def _write_later(self, slots: Slots) -> None:
-        last = len(self.state.specs) - 1
-        if last > 0 and self.state.specs[last].persistent and self.state.write_after_s is not None:
-            self.demotion.write_later(0, slots, self.state.write_after_s)
+    def _after_store(self, slots: Slots) -> None:
+        """Blocks that just became resident are written below, now or later."""
+        state = self.state
+        if state.is_last(0) or not state.specs[-1].persistent:
+            return
+        if state.any_cold:
+            self.demotion.write_cold(0, slots)
+        if state.write_after_s is not None:
+            self.demotion.write_later(0, slots, state.write_after_s)
 
     def _overdue(self, flight: Flight) -> Outcome:
         """The waiting ends, the hold does not: the job's slots are lost until its thread returns."""
@@ -181,6 +186,12 @@ class Results:
         """Counters and rates of a job that came back in time."""
         job, state = flight.job, self.state
         good = int(result.ok.sum())
+        if job.kind == "probe" or (job.kind == "load" and good == job.n):
+            took_s = result.waited_s + result.seconds
+            state.costs[job.src_level].learn(flight.ahead_nbytes + result.nbytes, took_s if result.nbytes else 0.0)
+            state.measured_at[job.src_level] = state.now
+        if job.kind == "probe":
+            return
         if job.kind == "load":
             source = state.counters[job.src_level]
             source.load_nbytes += result.nbytes
@@ -188,9 +199,6 @@ class Results:
             source.failed_reads += job.n - good
             if job.dst_level != CALLER:
                 state.counters[job.dst_level].promoted += good
-            if result.nbytes and result.seconds > 0:
-                rate, old = result.nbytes / result.seconds, state.read_rate[job.src_level]
-                state.read_rate[job.src_level] = rate if old is None else 0.8 * old + 0.2 * rate
             return
         target = state.counters[job.dst_level]
         target.written += good

@@ -15,12 +15,14 @@ from tiercache.config import EXCLUSIVE_BELOW
 from tiercache.index import Node
 from tiercache.planner.backlog import Backlog
 from tiercache.planner.breaker import Breaker
+from tiercache.planner.cost import WRITES_AHEAD_NBYTES, LevelCost
 from tiercache.planner.counters import LevelCounters, PlannerCounters
 from tiercache.policy import Policy
 from tiercache.residency import Residency
 from tiercache.slots import RESIDENT
 from tiercache.types import (
     CALLER,
+    COLD,
     Bools,
     Claims,
     CopyJob,
@@ -100,6 +102,8 @@ class Credits:
     """Of `outbound`, blocks being copied down."""
     held: int = 0
     """Blocks that loads, Loaded and explicit pins hold, each counted once."""
+    queued: int = 0
+    """Blocks that loads are yet to submit a job for."""
     delayed: int = 0
     """Source blocks of jobs that wait for `write_after`, or were told not to wait."""
     hastened: int = 0
@@ -119,6 +123,8 @@ class Flight:
     """The load or store it belongs to, 0: none."""
     rows_at: int = 0
     """First row of that load or store."""
+    ahead_nbytes: int = 0
+    """Of a load: what its level had to copy first when it was submitted."""
     overdue: bool = False
     """Holds no credits any more, only its slots."""
     stale: bool = False
@@ -141,6 +147,8 @@ class PlannerState:
     remote: RemoteLimits | None = None
     """There is a key tier. Its number is one past the last level's, and lists per level have an entry for it."""
     now: float = 0.0
+    any_cold: bool = False
+    """Was any block ever said to belong into the slow tiers only?"""
     jobs: dict[int, Flight] = field(default_factory=dict)
     outbox: list[MoverMessage] = field(default_factory=list)
     pinned: list[tuple[int, Slots]] = field(default_factory=list)
@@ -155,8 +163,10 @@ class PlannerState:
     """Per level and slot: how many loads, Loaded and explicit pins hold it."""
     credits: list[Credits] = field(init=False)
     counters: list[LevelCounters] = field(init=False)
-    read_rate: list[float | None] = field(init=False)
-    """Bytes per second of loads from each level, exponentially averaged; None: nothing seen yet."""
+    costs: list[LevelCost] = field(init=False)
+    """What loads from each level take."""
+    measured_at: list[float] = field(init=False)
+    """When a load or a probe last told so, or a probe was sent."""
     delayed: list[dict[int, Flight]] = field(init=False)
     """Per level, the delayed writes out of it that were not told to start, oldest first."""
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -169,7 +179,9 @@ class PlannerState:
         self.credits = [Credits() for _ in range(n)]
         self.holds = [np.zeros(spec.capacity, dtype=np.int32) for spec in self.residency.specs]
         self.counters = [LevelCounters() for _ in range(n)]
-        self.read_rate = [None] * n
+        self.costs = [LevelCost(spec.read_latency_s, spec.read_nbytes_per_s) for spec in self.specs]
+        self.costs += [LevelCost()] * (self.remote is not None)
+        self.measured_at = [float("-inf")] * n
         self.delayed = [{} for _ in range(n)]
         if self.remote is not None:
             self.breakers[-1] = Breaker(first_backoff_s=0.05, longest_backoff_s=5.0)
@@ -223,9 +235,13 @@ class PlannerState:
         return self.specs[level].capacity < EXCLUSIVE_BELOW * self.specs[upper].capacity
 
     def is_worth_writing(self, node: Node, at: int) -> bool:
-        """Are as many hits to be expected of a copy of this block below as `max_writes_per_hit` asks for?"""
+        """Are as many hits to be expected of a copy of this block below as `max_writes_per_hit` asks for, or did a
+        caller say that it matters?"""
         limit = self.max_writes_per_hit
-        return limit is None or self.policy.worth(node, at) * limit >= 1
+        if limit is None:
+            return True
+        priority = 0 if node.hints is None else node.hints["priority"].item(at)
+        return priority > 0 or priority == COLD or self.policy.worth(node, at) * limit >= 1
 
     @property
     def memory_level(self) -> int:
@@ -256,6 +272,12 @@ class PlannerState:
         if level == CALLER:
             return 1 << 30
         return max(0, self.limits.in_flight_blocks(self.specs[level].capacity) - self.credits[level].inbound)
+
+    def ahead_nbytes(self, level: int) -> int:
+        """Bytes that a level has to copy before what is submitted now: other loads, and a few of the writes to it."""
+        credit, nbytes = self.credits[level], self.residency.specs[0].block_nbytes
+        reads = (credit.outbound - credit.outbound_writes) * nbytes
+        return reads + min(credit.inbound * nbytes, WRITES_AHEAD_NBYTES) if credit.inbound else reads
 
     def delay_room(self, level: int) -> int:
         """How many more blocks of a level delayed writes may hold."""
@@ -306,6 +328,8 @@ class PlannerState:
             symbols=symbols,
         )
         flight = Flight(job, delayed=delay_s is not None, owner=owner, rows_at=rows_at)
+        if kind in ("load", "probe"):
+            flight.ahead_nbytes = self.ahead_nbytes(src[0])
         self.jobs[job.id] = flight
         if flight.delayed:
             self.delayed[job.src_level][job.id] = flight

@@ -43,7 +43,7 @@ class Uses:
             self.state.policy.place(fresh)
             self.state.policy.again(old)
         self._use(stretches)
-        self._note_persistent(path)
+        self.tell(path)
         if new:
             node, take = path.end
             ident = node.idents.item(take - 1)
@@ -73,7 +73,7 @@ class Uses:
             policy.again(old)
             self._use(old)
         self._use(new)
-        self._note_persistent(path)
+        self.tell(path)
         return goes_on
 
     def release(self, path: Path) -> int:
@@ -124,8 +124,8 @@ class Uses:
             self._served[ident] = count - 1
         return count > 0
 
-    def _note_persistent(self, path: Path) -> None:
-        """Tell the level that outlives the process."""
+    def tell(self, path: Path) -> None:
+        """Tell the level that outlives the process when and how often these blocks were used, and what was said."""
         state, residency = self.state, self.state.residency
         for level, spec in enumerate(state.specs):
             if not spec.persistent:
@@ -133,8 +133,9 @@ class Uses:
             slots = residency.index.gather(path)[level]
             there = slots >= 0
             if there.any():
-                now = np.full(int(there.sum()), state.now)
-                state.outbox.append(NoteUse(slots[there].astype(np.int32), now, path.uses()[there]))
+                hints = path.hints()
+                said, used = None if hints is None else hints[there], np.maximum(path.last_use()[there], 0.0)
+                state.outbox.append(NoteUse(slots[there].astype(np.int32), used, path.uses()[there], said))
 
 
 def _parted(path: Path, known: int) -> tuple[_Stretches, _Stretches]:

@@ -7,6 +7,7 @@ A node whose last block is pinned or in flight is in neither. Only nodes that ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +18,12 @@ from tiercache.arrays import as_index, true_at
 from tiercache.index import Node
 from tiercache.planner.state import PlannerState
 from tiercache.slots import BAD, RESIDENT
+from tiercache.types import COLD
 
 __all__ = ["Victims"]
 
+PRIORITY_STEP_S = 1e10
+"""Between two priorities: more than any two uses lie apart, so that they never mix; still exact to 0.1 ms."""
 _EVICTABLE = frozenset((int(RESIDENT), int(BAD)))
 
 
@@ -118,6 +122,9 @@ class Victims:
         if node.marks is not None and not self.state.specs[level].persistent:
             bonuses = node.marks["bonus"][begin : last + 1]
             fits &= bonuses == bonuses[-1]
+        if node.hints is not None:
+            priorities = node.hints["priority"][begin : last + 1]
+            fits &= priorities == priorities[-1]
         if not self.state.is_last(level):
             below = residency.copy_below(node, begin, last + 1, level)
             if node.partial and last == node.n - 1:
@@ -167,10 +174,20 @@ class Victims:
             or self._is_spare(level, node, last)
             or node.charge > 0  # it can be fetched again, or is computed again; only what is ordinary is worth a copy
         )
-        key = node.last_use.item(last)
-        if node.marks is not None and not self.state.specs[level].persistent:
-            key += node.marks["bonus"].item(last)
-        return droppable, (key, -(node.depth + last), node.id)
+        return droppable, (self._key(level, node, last), -(node.depth + last), node.id)
+
+    def _key(self, level: int, node: Node, at: int) -> float:
+        """Seconds: the last use of a block, and by how much it leaves earlier or later than that."""
+        key, persistent = node.last_use.item(at), self.state.specs[level].persistent
+        if node.marks is not None and not persistent:
+            key += node.marks["bonus"].item(at)
+        if node.hints is not None:
+            priority = node.hints["priority"].item(at)
+            if priority != COLD:
+                key += priority * PRIORITY_STEP_S
+            elif not persistent:
+                key = -math.inf
+        return key
 
     def _is_spare(self, level: int, node: Node, last: int) -> bool:
         """Would this block be written to a persistent level next, is that not worth it, and does nothing hang below it

@@ -210,6 +210,7 @@ class Writes:
             symbols=node.run[begin * width : end * width],
             last_use=np.maximum(node.last_use[begin:end], 0.0),
             uses=node.uses[begin:end].copy(),
+            hints=None if node.hints is None else node.hints[begin:end].copy(),
         )
 
 

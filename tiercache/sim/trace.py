@@ -27,6 +27,11 @@ class TraceError(TierCacheError, ValueError):
         self.reason = reason
         place = {int: f":{where}", str: f": {where}"}.get(type(where), "")
         super().__init__(f"{path}{place}: {reason}")
+        self._given = path, where, reason
+
+    def __reduce__(self) -> tuple[type[TraceError], tuple[str | Path, int | str | None, str]]:
+        """For pickle: an error may have to cross from one process to another."""
+        return type(self), self._given
 
 
 @dataclass(frozen=True, slots=True, eq=False)
