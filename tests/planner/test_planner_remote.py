@@ -383,3 +383,18 @@ def test_dropped_locally_it_is_found_there_again():
     assert each.lookup(P).by_level == (0,)
     assert each.asked(P).remote == 8
     each.finish()
+
+
+def test_what_is_computed_sooner_than_fetched_is_not_offered():
+    """`block_s`: seconds of prefill that a block saves; a load of 8 blocks takes a second here."""
+    each = shared()
+    load = each.load(P)
+    each.deliver(each.job("load").id, seconds=1.0)
+    each.release_load(load)
+    each.invalidate("a")
+    symbols, n = each.encode(P)
+    slow = each.planner.lookup(symbols, n, each.now, block_s=0.05)
+    assert (slow.blocks, slow.remote, slow.load_s) == (0, 0, 0.0)
+    worth = each.planner.lookup(symbols, n, each.now, block_s=0.5)
+    assert (worth.blocks, worth.remote) == (8, 8) and worth.load_s == pytest.approx(1.0, rel=0.3)
+    each.finish()
