@@ -361,6 +361,7 @@ class Planner:
         outcome = self.results.take(message)
         outcome.loads += self.loads.fail_offline()
         self.loads.pump()
+        outcome.loads += self.loads.fail_unfilled()
         self.demotion.tend()
         self.offers.measure_new()
         return outcome

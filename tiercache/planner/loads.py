@@ -30,6 +30,8 @@ class _Segment:
     idents: Idents
     row: int
     also: tuple[int, Slots] | None = None
+    joins: bool = False
+    """Its source, level 0, is yet to be filled by another load."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +81,7 @@ class Loads:
         """
         state, residency = self.state, self.state.residency
         gathered = residency.index.gather(path)[:, :want]
-        best = self._sources(path, gathered)
+        best = self._sources(path, gathered, endpoint)
         n = first_true(best < 0)
         refused = len(self._queue) >= state.limits.queued_loads
         if refused:
@@ -103,12 +105,25 @@ class Loads:
         self._settle(load)
         return load
 
-    def _sources(self, path: Path, gathered: NDArray[np.int32]) -> NDArray[np.int8]:
-        """The level that each block comes from, -1: from none."""
+    def _sources(self, path: Path, gathered: NDArray[np.int32], endpoint: int) -> NDArray[np.int8]:
+        """The level that each block comes from, -1: from none. What another load is bringing to level 0 comes to the
+        caller from there, once it has come: it is not read twice."""
         residency, online = self.state.residency, self.state.online_levels()
         if online[0] and all(map(residency.is_whole, path.nodes)):
             return np.zeros(gathered.shape[1], dtype=np.int8)
-        return residency.best_level(residency.states(gathered), online)
+        states = residency.states(gathered)
+        best = residency.best_level(states, online)
+        if endpoint and online[0] and any(not each.done for each in self.open.values() if not each.endpoint):
+            coming = true_at((best > 0) & (states[0] == WRITING))
+            best[coming[self._comes(gathered[0, coming])]] = 0
+        return best
+
+    def _comes(self, slots: NDArray[np.int32]) -> Bools:
+        """Per slot of level 0 that is being filled: does a load to level 0 fill it?"""
+        jobs, loads = self.state.filler[slots], self._filling[slots]
+        by_job = [job for job in np.unique(jobs).tolist() if job and self.state.jobs[job].job.dst_level == 0]
+        by_load = [load for load in np.unique(loads).tolist() if load and not self.open[load].endpoint]
+        return np.asarray(np.isin(jobs, by_job) | np.isin(loads, by_load))
 
     def _to_level(self, path: Path, gathered: NDArray[np.int32], best: NDArray[np.int8], n: int) -> Load:
         """Into level 0: blocks there already are held, the others get slots and segments."""
@@ -212,15 +227,10 @@ class Loads:
             part = slice(i, i + step)
             self.state.credits[source].queued += len(src[part])
             second = None if also is None else (also[0], also[1][part])
+            slots = src[part].astype(np.int32)
+            joins = source == 0 and not self.state.readable(0, slots).all()
             load.segments.append(
-                _Segment(
-                    source,
-                    src[part].astype(np.int32),
-                    dst[part].astype(np.int32),
-                    idents[part],
-                    row + i,
-                    second,
-                )
+                _Segment(source, slots, dst[part].astype(np.int32), idents[part], row + i, second, joins)
             )
 
     # -- submitting ---------------------------------------------------------------------------------------------
@@ -242,6 +252,8 @@ class Loads:
         """Ends for which there are no credits, or for which an older load waits."""
         if ("out", segment.source) in lacking:
             return {("out", segment.source)}
+        if self._awaits(segment):
+            return {("fill", load.id)}
         state, ends = self.state, {("out", segment.source): len(segment.src)}
         if not load.endpoint:
             ends["in", 0] = len(segment.dst)
@@ -255,6 +267,25 @@ class Loads:
         if state.credits[segment.source].jobs >= state.limits.jobs or not state.online(segment.source):
             short.add(("out", segment.source))
         return short
+
+    def _awaits(self, segment: _Segment) -> bool:
+        """Is what this segment takes from level 0 yet to come there, or did it not come?"""
+        if segment.joins:
+            segment.joins = not self.state.readable(0, segment.src).all()
+        return segment.joins
+
+    def fail_unfilled(self) -> list[Load]:
+        """Give up what was to be taken from level 0 and did not come there. Returns loads that are done by it."""
+        changed, state = [], self.state.residency.tables[0].state
+        for load in self._queue:
+            for segment in [each for each in load.segments if each.joins]:
+                if not np.isin(state[segment.src], (WRITING, RESIDENT)).all():
+                    self._drop_segment(load, segment)
+                    changed.append(load)
+        if not changed:
+            return []
+        self._queue = deque(load for load in self._queue if load.segments)
+        return [load for load in changed if not load.done and self._settle(load)]
 
     def _submit(self, load: Load, segment: _Segment) -> None:
         self.state.credits[segment.source].queued -= len(segment.src)
