@@ -56,6 +56,8 @@ class Load:
     """Nobody wants it any more; it is let go as soon as it is done."""
     by_level: tuple[int, ...] = ()
     """Blocks taken from each level when it was planned."""
+    joins: bool = False
+    """Has it, or had it, segments that wait for another load to fill their source?"""
 
 
 class Loads:
@@ -229,6 +231,7 @@ class Loads:
             second = None if also is None else (also[0], also[1][part])
             slots = src[part].astype(np.int32)
             joins = source == 0 and not self.state.readable(0, slots).all()
+            load.joins |= joins
             load.segments.append(
                 _Segment(source, slots, dst[part].astype(np.int32), idents[part], row + i, second, joins)
             )
@@ -278,7 +281,7 @@ class Loads:
         """Give up what was to be taken from level 0 and did not come there. Returns loads that are done by it."""
         changed, state = [], self.state.residency.tables[0].state
         for load in self._queue:
-            for segment in [each for each in load.segments if each.joins]:
+            for segment in [each for each in load.segments if each.joins] if load.joins else ():
                 if not np.isin(state[segment.src], (WRITING, RESIDENT)).all():
                     self._drop_segment(load, segment)
                     changed.append(load)
