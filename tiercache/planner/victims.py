@@ -31,6 +31,8 @@ class Victims:
         self._lists: list[dict[bool, Any]] = [
             {True: SortedList(), False: SortedList()} for _ in range(state.residency.levels)
         ]
+        self._bonus = ["below" if spec.persistent else "bonus" for spec in state.specs]
+        """Per level, which of a block's marks counts in its order."""
 
     def refile(self, level: int) -> None:
         """File the nodes that changed since the last call, as far as this level needs it.
@@ -97,8 +99,8 @@ class Victims:
         fits = (row >= 0) & (table.pins[where] == 0)
         fits &= (state == RESIDENT) | (state == BAD)
         fits &= node.last_use[begin : last + 1] == node.last_use[last]
-        if node.marks is not None and not self.state.specs[level].persistent:
-            bonuses = node.marks["bonus"][begin : last + 1]
+        if node.marks is not None:
+            bonuses = node.marks[self._bonus[level]][begin : last + 1]
             fits &= bonuses == bonuses[-1]
         if not self.state.is_last(level):
             below = residency.copy_below(node, begin, last + 1, level)
@@ -141,8 +143,8 @@ class Victims:
             or self._is_spare(level, node, last)
         )
         key = node.last_use.item(last)
-        if node.marks is not None and not self.state.specs[level].persistent:
-            key += node.marks["bonus"].item(last)
+        if node.marks is not None:
+            key += node.marks[self._bonus[level]].item(last)
         return droppable, (key, -(node.depth + last), node.id)
 
     def _is_spare(self, level: int, node: Node, last: int) -> bool:
