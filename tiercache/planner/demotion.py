@@ -94,6 +94,8 @@ class Demotion:
 
     def tend(self) -> None:
         """Copy the coldest blocks down where too few slots could be freed on demand."""
+        if self.state.write_limit is not None:
+            self.state.write_limit.note(self.state.residency.tables[0].taken, self.state.counters[-1])
         for level in range(len(self.state.specs) - 1):
             taken = self.state.residency.tables[level].taken
             counted_at, spare = self._spare[level]
@@ -114,11 +116,10 @@ class Demotion:
         limit = self.victims.key_of(level, False, 0)
         n = 0
         while ready < target:
-            key = self.victims.key_of(level, True, n)
-            if key is None or (limit is not None and key > limit):
-                break
             victim = self.victims.nth(level, True, n)
-            assert victim is not None
+            key = self.victims.key_of(level, True, n)
+            if victim is None or key is None or (limit is not None and key > limit):
+                break
             node, last = victim
             ready += last + 1 - self.victims.coldest_run(level, node, last, target - ready, True)
             n += 1
@@ -200,7 +201,7 @@ class Demotion:
         self._write_backlog()
 
     def _worth_writing(self, level: int, slots: Slots) -> Slots:
-        if self.state.max_writes_per_hit is None:
+        if self.state.write_limit is None:
             return slots
         runs = self.state.residency.runs_of(level, slots)
         worth = [node.slots[a:b, level] for node, a, b in runs if self.state.is_worth_writing(node, b - 1)]

@@ -16,6 +16,7 @@ from tiercache.index import Node
 from tiercache.planner.backlog import Backlog
 from tiercache.planner.breaker import Breaker
 from tiercache.planner.counters import LevelCounters, PlannerCounters
+from tiercache.planner.write_limit import WriteLimit
 from tiercache.policy import Policy
 from tiercache.residency import Residency
 from tiercache.slots import RESIDENT
@@ -139,6 +140,8 @@ class PlannerState:
     """Per level and slot: how many loads, Loaded and explicit pins hold it."""
     credits: list[Credits] = field(init=False)
     counters: list[LevelCounters] = field(init=False)
+    write_limit: WriteLimit | None = field(init=False)
+    """What may be written to a persistent level without being asked for; None: everything."""
     read_rate: list[float | None] = field(init=False)
     """Bytes per second of loads from each level, exponentially averaged; None: nothing seen yet."""
     delayed: list[dict[int, Flight]] = field(init=False)
@@ -153,6 +156,8 @@ class PlannerState:
         self.credits = [Credits() for _ in range(n)]
         self.holds = [np.zeros(spec.capacity, dtype=np.int32) for spec in self.residency.specs]
         self.counters = [LevelCounters() for _ in range(n)]
+        limit = self.max_writes_per_hit
+        self.write_limit = None if limit is None else WriteLimit(limit, self.residency.specs[-1].capacity)
         self.read_rate = [None] * n
         self.delayed = [{} for _ in range(n)]
 
@@ -194,8 +199,7 @@ class PlannerState:
 
     def is_worth_writing(self, node: Node, at: int) -> bool:
         """Are as many hits to be expected of a copy of this block below as `max_writes_per_hit` asks for?"""
-        limit = self.max_writes_per_hit
-        return limit is None or self.policy.worth(node, at) * limit >= 1
+        return self.write_limit is None or self.policy.worth(node, at) >= self.write_limit.share
 
     # -- jobs ---------------------------------------------------------------------------------------------------
 

@@ -76,11 +76,18 @@ class Victims:
 
     def nth(self, level: int, droppable: bool, n: int) -> tuple[Node, int] | None:
         """The n-th coldest node and the position of its last block in this level; None past the end."""
-        entries = self._lists[level][droppable]
-        if n >= len(entries):
-            return None
-        node = self.state.residency.index.nodes[entries[n][2]]
-        return node, last_position(node, level)
+        entries, nodes = self._lists[level][droppable], self.state.residency.index.nodes
+        while n < len(entries):
+            node = nodes[entries[n][2]]
+            if not self._is_misjudged(level, node):
+                return node, last_position(node, level)
+            self.state.residency.stale[node] = None
+            self.refile(level)
+        return None
+
+    def _is_misjudged(self, level: int, node: Node) -> bool:
+        """Has what a write of it is worth changed sides since it was filed?"""
+        return self.state.write_limit is not None and node.filed[level] != self._place_of(node, level)
 
     def key_of(self, level: int, droppable: bool, n: int) -> tuple[float, int, int] | None:
         """The filing key of the n-th coldest node."""
@@ -118,7 +125,10 @@ class Victims:
             for level in range(self.state.residency.levels):
                 is_leaf = node.held[level] > 0 and node.kids[level] == 0
                 place = self._place_of(node, level) if is_leaf else None
-                if node.filed[level] != place:
+                filed = node.filed[level]
+                if filed is not None and place is not None and self.state.write_limit is not None:
+                    place = (filed[0], place[1])  # what a write is worth may have changed meanwhile: see `nth`
+                if filed != place:
                     yield f"node {node.id} is filed as {node.filed[level]} in level {level}, should be {place}"
                 elif place is not None and place[1] not in entries[level][place[0]]:
                     yield f"node {node.id} is missing from the order of level {level}"
