@@ -8,9 +8,10 @@ A node whose last block is pinned or in flight is in neither. Only nodes that ch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from sortedcontainers import SortedList
 
 from tiercache.arrays import as_index, true_at
@@ -19,6 +20,8 @@ from tiercache.planner.state import PlannerState
 from tiercache.slots import BAD, RESIDENT
 
 __all__ = ["Victims"]
+
+Positions: TypeAlias = NDArray[np.int64]
 
 _EVICTABLE = frozenset((int(RESIDENT), int(BAD)))
 
@@ -118,6 +121,20 @@ class Victims:
         wrong = true_at(~fits)
         return begin + (int(wrong[-1]) + 1 if len(wrong) else 0)
 
+    def key(self, level: int, node: Node, at: int) -> float:
+        """Of one block in this level's order: the larger, the longer it stays. Last use and bonus, seconds."""
+        last_use: float = node.last_use.item(at)
+        return last_use if node.marks is None else last_use + node.marks[self._bonus[level]].item(at)
+
+    def alike(self, level: int, node: Node, at: Positions) -> list[tuple[int, int]]:
+        """Bounds of the stretches of neighbours among these blocks of a run that have one key in this level's order."""
+        if len(at) == 0:
+            return []
+        keys = node.last_use[at] if node.marks is None else node.last_use[at] + node.marks[self._bonus[level]][at]
+        cuts = np.flatnonzero((at[1:] != at[:-1] + 1) | (keys[1:] != keys[:-1])) + 1
+        ends = [*(at[cuts - 1] + 1).tolist(), int(at[-1]) + 1]
+        return list(zip([int(at[0]), *at[cuts].tolist()], ends, strict=True))
+
     def check(self) -> Iterator[str]:
         """Does every node stand where it belongs, and nothing else? O(everything)."""
         entries = [{kind: set(each) for kind, each in lists.items()} for lists in self._lists]
@@ -152,10 +169,7 @@ class Victims:
             or (node.partial and last == node.n - 1)
             or self._is_spare(level, node, last)
         )
-        key = node.last_use.item(last)
-        if node.marks is not None:
-            key += node.marks[self._bonus[level]].item(last)
-        return droppable, (key, -(node.depth + last), node.id)
+        return droppable, (self.key(level, node, last), -(node.depth + last), node.id)
 
     def _is_spare(self, level: int, node: Node, last: int) -> bool:
         """Would this block be written to a persistent level next, is that not worth it, and does nothing hang below it

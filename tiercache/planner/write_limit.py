@@ -9,8 +9,8 @@ from tiercache.planner.counters import LevelCounters
 __all__ = ["WriteLimit"]
 
 _STEPS = 64
-"""The share is looked at again when a level's capacity by this has passed through the first level; so many writes need no
-hit."""
+"""The share is looked at again when a level's capacity by this has passed through the first level; as many writes need
+no hit."""
 _FADE = 2.0
 """Capacities after which writes and hits count a third."""
 _REACTION = 0.25
