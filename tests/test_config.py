@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiercache import TieredKVCache
 from tiercache.config import (
     DRAM,
     HBM,
@@ -547,3 +548,8 @@ def test_wrong_values_of_a_remote_tier(values: dict[str, Any], field: str) -> No
     with pytest.raises(ConfigError) as caught:
         Remote(**{"tier": KEYS, **values})
     assert caught.value.field == field
+
+
+def test_no_cache_takes_a_remote_tier_yet() -> None:
+    with pytest.raises(ConfigError, match="in this version: leave it out"):
+        TieredKVCache(["dram:1MiB", Remote(KEYS)], namespace="m", epoch="e")

@@ -1,7 +1,7 @@
 """tiercache: an embeddable, persistent, tiered KV cache for LLM inference."""
 
 from tiercache.cache import TieredKVCache
-from tiercache.config import DRAM, HBM, NVMe, Remote, Settings, load_config
+from tiercache.config import DRAM, HBM, NVMe, Settings, load_config
 from tiercache.errors import (
     CacheClosedError,
     ConfigError,
@@ -38,7 +38,6 @@ __all__ = [
     "Namespace",
     "NotDurableError",
     "Pin",
-    "Remote",
     "Settings",
     "Ticket",
     "TierCacheError",

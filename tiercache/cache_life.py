@@ -44,6 +44,10 @@ class CacheLife:
         nvme = nvme_of(settings)
         if nvme is not None and len(settings.tiers) == 1:
             raise ConfigError("tiers", [str(nvme.path)], "add a tier in memory above NVMe, such as dram:8GiB")
+        if settings.remote is not None:
+            raise ConfigError(
+                "tiers", [settings.remote], "no cache reads from a remote tier in this version: leave it out"
+            )
         check_devices(settings.tiers)
         self.settings = settings
         self._seams = seams
