@@ -26,38 +26,45 @@ from tiercache.slots import RESIDENT
 from tiercache.types import ROOT as NO_PARENT
 from tiercache.types import Recovered
 
-SIZES = {"conversation": [(2.0, 20.0), (10.0, 50.0)], "synthetic": [(4.0, 20.0), (10.0, 50.0)]}
+SIZES = {"conversation": [(5.0, 50.0), (20.0, 50.0)], "synthetic": [(5.0, 50.0), (20.0, 50.0)]}
 """DRAM and NVMe, in % of the trace's unique blocks."""
-SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
-ORDERS = ("most reusable", "last use", "random")
+CASES = (
+    (0.0, "most reusable"),
+    (0.25, "most reusable"),
+    (0.25, "last use"),
+    (0.25, "random"),
+    (1.0, "most reusable"),
+    (1.0, "only what is worth 1 in 6"),
+)
 SOON = 1000
 
 
 def drain(driver: PlanDriver, order: str, share: float) -> None:
     """Write that share of what only DRAM has, in the planner's own order or another one."""
     planner = driver._planner
-    state, now = planner.state, driver._now
-    if share == 0:
-        return
-    if order != "most reusable":
-        _reorder(planner, order)
-    planner.drain(now)
-    before = state.counters[-1].written
-    wanted = round(share * planner.lacking(np.inf))
+    written, wanted = planner.level_counters()[-1], round(share * planner.lacking(np.inf))
+    before = written.written
+    if wanted and order == "most reusable":
+        planner.drain(driver._now)
+    elif wanted:
+        _queue(planner, order)
+        planner.tend(driver._now)
     driver._hand_over()
-    while state.counters[-1].written - before < wanted and driver.delivery.deliver_next():
+    while written.written - before < wanted and driver.delivery.deliver_next():
         pass
 
 
-def _reorder(planner: Planner, order: str) -> None:
-    """Queue what is lacking in another order first; what the planner queues behind it is queued already."""
+def _queue(planner: Planner, order: str) -> None:
+    """Queue what is lacking in another order, run by run."""
     state, chance = planner.state, random.Random(1)
     found = []
     for node in state.residency.index.walk_nodes():
         lacking = planner.demotion._lacking_in(node, 1) & (node.slots[: node.n - int(node.partial), 0] >= 0)
+        if order.startswith("only"):
+            lacking &= np.array([state.policy.worth(node, at) >= 1 / 6 for at in range(len(lacking))], dtype=np.bool_)
         if lacking.any():
             slots = node.slots[: len(lacking), 0][lacking].astype(np.int32)
-            key = float(node.last_use[: len(lacking)][lacking].max()) if order == "last use" else chance.random()
+            key = chance.random() if order == "random" else float(node.last_use[: len(lacking)][lacking].max())
             found.append((key, node.depth, slots))
     for _, _, slots in sorted(found, key=lambda each: each[:2], reverse=True):
         state.unwritten.add(0, slots)
@@ -125,11 +132,10 @@ def main() -> int:
     for name, all_sizes in SIZES.items():
         trace = read_trace(folder / TRACES[name])
         for sizes in all_sizes:
-            for share in SHARES:
-                for order in ORDERS if 0 < share < 1 else ORDERS[:1]:
-                    soon, whole, blocks = measure(trace, sizes, order, share)
-                    label = f"{name} {sizes[0]:g}/{sizes[1]:g} %"
-                    print(f"| {label} | {share:.0%} | {order} | {soon:.4f} | {whole:.4f} | {blocks:,} |", flush=True)
+            for share, order in CASES:
+                soon, whole, blocks = measure(trace, sizes, order, share)
+                label = f"{name} {sizes[0]:g}/{sizes[1]:g} %"
+                print(f"| {label} | {share:.0%} | {order} | {soon:.4f} | {whole:.4f} | {blocks:,} |", flush=True)
     return 0
 
 
