@@ -64,7 +64,10 @@ Below, blocks are written when DRAM evicts them, in % of the trace's unique bloc
 - **own exclusive**: `reuse` with `exclusive=True`. It writes less than the textbook: no partial tails, and a block that
   others hang on stays on NVMe when it is brought up, so that what is there can be reached after a crash.
 
-"fewer" is how many times fewer blocks a row writes, "points" what it finds more or less, in % of all prompt tokens.
+"fewer" is how many times fewer blocks a row writes, "points" what it finds more or less, in % of all prompt tokens. One
+N is not one loss: the smaller the tier, the less comes back before it is evicted there, and the more writes cost more
+than N (synthetic at 1/10 %). Where all classes come back often enough, N changes nothing (claude_code, conversation at
+5/50 %).
 
 """
 
