@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-slow soak campaign planted-faults bench bench-peers bench-report hit-ratios lint types wheel clean
+.PHONY: help demo test browser test-slow soak campaign planted-faults bench bench-peers bench-report hit-ratios lint types wheel clean
 
 help:
 	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
 	@echo "make test       the test suite; COV=1: with branch coverage; HYPOTHESIS_PROFILE=nightly: other examples"
+	@echo "make browser    install chromium where that is possible: the tests open a report page in it"
 	@echo "make test-slow  the tests marked slow (minutes)"
 	@echo "make bench      all benchmarks, about 8 minutes; QUICK=1: a few minutes; SMOKE=1: do they run?"
 	@echo "make bench-peers  tiercache and its peers in one run, about 10 minutes, and the first time to build (ARGS=--help)"
@@ -44,6 +45,13 @@ ifdef COV
 else
 	$(BIN)/python -m pytest
 endif
+
+# As root with apt-get; anywhere else, or where that fails, the tests that need it skip, and this says so. Never fails.
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && export DEBIAN_FRONTEND=noninteractive && timeout 300 apt-get -qq update >/dev/null \
+	  && timeout 600 apt-get -qq install -y --no-install-recommends chromium >/dev/null; } \
+	  || echo "*** NO CHROMIUM, AND IT COULD NOT BE INSTALLED: THE TESTS OF THE REPORT PAGE IN A BROWSER ARE SKIPPED ***" >&2
 
 test-slow: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m slow

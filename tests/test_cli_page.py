@@ -14,7 +14,7 @@ from tiercache.sim.page import write
 
 TRACE = [
     {"timestamp": 1000 * at, "input_length": 48, "output_length": 1, "hash_ids": [at % 3, 10 + at % 6, 20 + at % 12]}
-    for at in range(60)
+    for at in range(36)
 ]
 
 

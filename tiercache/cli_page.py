@@ -23,9 +23,9 @@ PAGE_TEXT = """\
 --report writes one HTML file that needs nothing else, to be read in any browser, printed or sent: hit ratios of
 several policies over capacity with the offline optimum, a table of what DRAM and NVMe sizes around yours bring,
 writes to NVMe and drive writes per day, prefill saved, what prompts share and where they leave the cached path. For
-it the trace is replayed some 70 times without data, on all cores: a minute for 100,000 blocks on two. Prefill is
+it the trace is replayed some 60 times without data, on all cores: a minute for 100,000 blocks on two. Prefill is
 taken as 2 * parameters FLOPs a token, at the FLOP/s of the GPU times --mfu: an 8B model on an H100 at 0.5 is 30,906
-tokens a second and GPU. docs/sizing.md reads a page.
+tokens a second and GPU. docs/replay-page.md says how to read it.
 """
 
 _NEEDS_REPORT = ("model_params", "gpu", "gpu_tflops", "mfu", "prefill_tokens_per_s")

@@ -64,7 +64,6 @@ def add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run)
-    add_page_options(parser)
     parser.add_argument("trace", metavar="FILE", help="a trace file, or `example`")
     tiers = parser.add_argument_group("the cache")
     tiers.add_argument("--dram", metavar="SIZE", default="1GiB", help="DRAM tier (default: 1GiB)")
@@ -114,6 +113,7 @@ def add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--keep", action="store_true", help="leave the store in DIR (default: what was made is removed)"
     )
     replay.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    add_page_options(parser)
 
 
 def options_of(args: argparse.Namespace) -> ReplayOptions:

@@ -145,10 +145,12 @@ class NVMe:
     path: str | os.PathLike[str]
     size: int | str
     write_after_s: float | None = 2.0
-    """Seconds after which a block in the tier above is written here too; None: only when it is evicted there."""
+    """Seconds after which a block in the tier above is written here too. 0: at once when it is stored, after prefill;
+    None: only when it is evicted there. Flush and close write in any case: docs/operations.md has a table."""
     max_writes_per_hit: float | None = None
-    """A block is written only where this many writes bring at least one hit, as far as the policy can tell: spares a
-    disk what will not be asked for again, and gives up its warmth after a crash. None: every block; needs "reuse"."""
+    """A block is written only where this many writes bring at least one hit, as far as the policy can tell, and the
+    measured writes per hit are held below it: spares a disk what will not be asked for again, and gives up its warmth
+    after a crash. None: every block; needs "reuse"."""
     durability: Durability = "power"
     """"power": what is acknowledged survives a power cut. "process": only a crash of the process; no data sync."""
     threads: int = 8

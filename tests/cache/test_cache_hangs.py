@@ -86,7 +86,7 @@ def test_a_read_that_hangs_is_a_miss_at_its_deadline_and_harmless_when_it_wakes(
         match = cache.lookup(TOKENS)
         out = np.full((3, *LAYOUT.block_shape), 7.0, dtype=np.float32)
         with in_time():
-            future = cache.load(match)
+            future = cache.load(match, out=np.empty_like(out))
             into_out = cache.load(match, out=out)
             assert future.result(WAIT_S).block_count == 0
             assert into_out.result(WAIT_S).block_count == 0

@@ -15,6 +15,7 @@ from cache_kit import (
     bits,
     blocks_of,
     eventually,
+    failed,
     is_clean,
     open_cache,
     prompt,
@@ -182,6 +183,70 @@ def test_a_load_while_its_prefetch_is_under_way_joins_it(tmp_path):
             assert bits(loaded.blocks) == bits(blocks_of(TOKENS))
         assert waiting.result(WAIT_S).block_count == N
         assert read_nbytes(cache) == N * LAYOUT.block_nbytes, "each byte once"
+        assert is_clean(cache)
+
+
+def test_a_load_into_own_rows_while_its_prefetch_is_under_way_joins_it_too(tmp_path):
+    with warm(tmp_path, seams=delayed()) as cache:
+        match, out = cache.lookup(TOKENS), np.zeros((N, 2, 32), np.float32)
+        waiting = cache.prefetch(match)
+        future = cache.load(match, out=out)
+        with future.result(WAIT_S) as loaded:
+            assert loaded.block_count == N and waiting.done()
+        assert bits(out) == bits(blocks_of(TOKENS))
+        assert [read_nbytes(cache, level) for level in (0, 1)] == [N * LAYOUT.block_nbytes] * 2, "each byte once"
+        assert is_clean(cache)
+
+
+def test_a_load_into_own_rows_whose_prefetch_fails_is_shortened(tmp_path):
+    held = HeldDelivery(holding=False)
+    with warm(tmp_path, delivery=held) as cache:
+        match, out = cache.lookup(TOKENS), np.zeros((N, 2, 32), np.float32)
+        held.holding = True
+        waiting, future = cache.prefetch(match), cache.load(match, out=out)
+        held.deliver(change=failed)
+        assert waiting.result(WAIT_S).block_count == 0 and future.result(WAIT_S).block_count == 0
+        held.let_go()
+        assert is_clean(cache)
+
+
+def test_a_load_into_own_rows_whose_prefetch_hangs_ends_at_its_deadline(tmp_path):
+    tiers = []
+
+    def wrap(tier):
+        return tiers.append(HangingTier(tier)) or tiers[0] if tier.name == "nvme" else tier
+
+    with warm(tmp_path, nvme={"read_deadline_s": 0.3}, seams=Seams(wrap_tier=wrap)) as cache:
+        match, out = cache.lookup(TOKENS), np.zeros((N, 2, 32), np.float32)
+        tiers[0].hang("read")
+        waiting, future = cache.prefetch(match), cache.load(match, out=out)
+        assert waiting.result(WAIT_S).block_count == 0 and future.result(WAIT_S).block_count == 0
+        tiers[0].wake()
+        assert is_clean(cache)
+        assert cache.load(cache.lookup(TOKENS), out=out).result(WAIT_S).block_count == N
+        assert bits(out) == bits(blocks_of(TOKENS))
+
+
+def test_an_invalidation_while_a_load_waits_for_a_prefetch(tmp_path):
+    held = HeldDelivery(holding=False)
+    with warm(tmp_path, delivery=held) as cache:
+        match, out = cache.lookup(TOKENS), np.zeros((N, 2, 32), np.float32)
+        held.holding = True
+        waiting, future = cache.prefetch(match), cache.load(match, out=out)
+        cache.invalidate(TOKENS[: 3 * BLOCK_TOKENS])
+        assert cache.check() == []
+        held.let_go()
+        assert waiting.result(WAIT_S).block_count == 2
+        assert future.result(WAIT_S).block_count <= 2
+        assert is_clean(cache)
+
+
+def test_a_new_epoch_ends_a_load_that_waits_for_a_prefetch(tmp_path):
+    with warm(tmp_path, seams=delayed()) as cache:
+        match, out = cache.lookup(TOKENS), np.zeros((N, 2, 32), np.float32)
+        waiting, future = cache.prefetch(match), cache.load(match, out=out)
+        cache.bump_epoch()
+        assert waiting.result(WAIT_S).block_count == 0 and future.result(WAIT_S).block_count == 0
         assert is_clean(cache)
 
 

@@ -232,7 +232,9 @@ class Bench:
         return touched
 
     def hint(self, prompt):
-        return self.planner.release(*self.encode(prompt), self.now)
+        moved = self.planner.release(*self.encode(prompt), self.now)
+        self.take()
+        return moved
 
     def prioritize(self, prompt, priority):
         changed = self.planner.prioritize(*self.encode(prompt), priority, self.now)

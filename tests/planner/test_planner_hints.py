@@ -154,8 +154,8 @@ def test_cold_counts_as_none_in_the_persistent_level_and_as_the_lowest_without_o
     bench = Bench(dram(4), nvme(8))
     bench.stored("a", priority=COLD)
     node, _, _ = _run(bench, "a")
-    assert bench.planner.victims._key(0, node, 0) == -math.inf
-    assert bench.planner.victims._key(1, node, 0) == bench.now
+    assert bench.planner.victims.key(0, node, 0) == -math.inf
+    assert bench.planner.victims.key(1, node, 0) == bench.now
 
 
 # -- ends in time -----------------------------------------------------------------------------------------------------

@@ -109,3 +109,23 @@ def test_blocks_of_one_use_and_different_bonuses_leave_one_kind_at_a_time():
     node.marks["bonus"][:] = [0, 0, 0, -5, -5, -5]
     assert bench.planner.victims.coldest_run(0, node, 5, 6, True) == 3
     assert bench.planner.victims.coldest_run(0, node, 2, 6, True) == 0
+
+
+def test_a_persistent_level_has_a_bonus_of_its_own():
+    bench = Bench(dram(2), nvme(4), policy="reuse")
+    for prompt in "abcdef":
+        bench.now += 1
+        bench.stored(prompt)
+        bench.drain()
+        bench.deliver_all()
+    assert bench.residents(1) == set("cdef") and bench.residents(0) == set("ef")
+    for prompt, bonus, below in (("c", -9, 0), ("d", 0, -9)):
+        node = bench.state.residency.index.root.children[bench.encode(prompt)[0]]
+        node.marks["bonus"], node.marks["below"] = bonus, below
+        bench.state.residency.stale[node] = None
+    bench.now += 1
+    bench.stored("g")
+    bench.drain()
+    bench.deliver_all()
+    assert bench.residents(1) == set("cefg"), "d goes first: what counts in memory counts for nothing here"
+    bench.finish()

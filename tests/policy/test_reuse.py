@@ -6,56 +6,43 @@ import random
 import pytest
 from planner_kit import Bench, dram, nvme
 
-from tiercache.policy.reuse import FADE, FADE_EVERY, GAP_FADE, LONGEST_GAP, PRIOR, STRENGTH, WINDOW, _Shares
+from tiercache.policy.reuse import (
+    FADE,
+    FADE_EVERY,
+    GAP_FADE,
+    LONGEST_GAP,
+    PRIOR,
+    STRENGTH,
+    WINDOW,
+    WINDOW_BELOW,
+    _Window,
+)
 
 
-class Blocks:
-    """The rules of the policy, told block by block. A block is the prompt that ends with it."""
+class Window:
+    """What is used again before `length` slots were given out, told block by block. A block is the prompt that ends
+    with it."""
 
-    def __init__(self, capacity):
-        self.window = WINDOW * capacity
-        self.seen, self.again = [0.0] * 48, [0.0] * 48
-        self.mean, self.gap_sum, self.gap_count, self.requests = 0.5, 0.0, 0.0, 0
+    def __init__(self, length):
+        self.length = length
+        self.seen, self.again, self.mean = [0.0] * 48, [0.0] * 48, 0.5
+        self.gap_sum = self.gap_count = self.gap = 0.0
         self.last = {}
         """Block -> (time, class, slots given out before that request), of all that is not forgotten."""
-        self.uses, self.bonus, self.given_out = {}, {}, {}
 
-    def stage(self, prompt, begin, end, now, given_out, size, goes_on, new=False):
-        """A request uses blocks `[begin, end)` of its prompt: what it loads, or what it stores."""
+    def expire(self, given_out):
         for block, (_, kind, before) in list(self.last.items()):
-            if before < given_out - self.window:
+            if before < given_out - self.length:
                 self.seen[kind] += 1
                 del self.last[block]
-        self.requests += not goes_on
-        if not goes_on and self.requests % FADE_EVERY == 0:
-            self.seen = [each * FADE for each in self.seen]
-            self.again = [each * FADE for each in self.again]
-            self.mean = (sum(self.again) + 1) / (sum(self.seen) + 2)
-        self.gap = self.gap_sum / self.gap_count if self.gap_count >= PRIOR else 0.0
-        given_out, bonuses = self.given_out.setdefault(now, given_out), {}
-        for i in range(begin if goes_on else 0):  # used by this request before, only later than it seemed
-            self.last[prompt[: i + 1]] = (now, self.last[prompt[: i + 1]][1], given_out)
-        for i in range(begin, end):
-            if new and prompt[: i + 1] not in self.last:  # neither there nor remembered: it begins anew
-                self.uses.pop(prompt[: i + 1], None)
-            self.came_back(prompt[: i + 1], now)
-        for i in range(begin, end):
-            block = prompt[: i + 1]
-            partial = block[-1].isupper()
-            kind = (size * 3 + min(self.uses.get(block, 0), 2)) * 2 + partial
-            if kind not in bonuses:
-                share = (self.again[kind] + PRIOR * self.mean) / (self.seen[kind] + PRIOR)
-                bonuses[kind] = STRENGTH * self.gap * math.log(share)
-            self.last[block] = (now, kind, given_out)
-            self.uses[block] = self.uses.get(block, 0) + 1
-            self.bonus[block] = bonuses[kind]
 
-    def request(self, prompt, found, there, loaded, stored):
-        """`found` blocks were there before it, `there` after it. loaded, stored: time, and slots given out."""
-        if found:
-            self.stage(prompt, 0, found, *loaded, min(7, (len(prompt) - found).bit_length()), False)
-        if found < len(prompt) and there:
-            self.stage(prompt, found, there, *stored, min(7, (there - found).bit_length()), found > 0, new=True)
+    def fade(self):
+        self.seen = [each * FADE for each in self.seen]
+        self.again = [each * FADE for each in self.again]
+        self.mean = (sum(self.again) + 1) / (sum(self.seen) + 2)
+
+    def share(self, kind):
+        return (self.again[kind] + PRIOR * self.mean) / (self.seen[kind] + PRIOR)
 
     def came_back(self, block, now):
         last = self.last.get(block)
@@ -69,13 +56,66 @@ class Blocks:
         self.gap_count = self.gap_count * GAP_FADE + 1
 
 
+class Blocks:
+    """The rules of the policy, told block by block."""
+
+    def __init__(self, capacity, below=0):
+        first = WINDOW * capacity
+        self.soon, self.held = Window(first), Window(max(first, below))
+        self.below = Window(max(first, WINDOW_BELOW * below))
+        self.windows, self.requests = [self.soon, self.held, self.below], 0
+        self.uses, self.bonus, self.given_out = {}, {}, {}
+
+    def stage(self, prompt, begin, end, now, given_out, size, goes_on, new=False):
+        """A request uses blocks `[begin, end)` of its prompt: what it loads, or what it stores."""
+        self.requests += not goes_on
+        for window in self.windows:
+            window.expire(given_out)
+            if not goes_on and self.requests % FADE_EVERY == 0:
+                window.fade()
+            window.gap = window.gap_sum / window.gap_count if window.gap_count >= PRIOR else 0.0
+        given_out, bonuses = self.given_out.setdefault(now, given_out), {}
+        for i in range(begin if goes_on else 0):  # used by this request before, only later than it seemed
+            for window in self.windows:
+                window.last[prompt[: i + 1]] = (now, window.last[prompt[: i + 1]][1], given_out)
+        for i in range(begin, end):
+            if new and prompt[: i + 1] not in self.below.last:  # neither there nor remembered: it begins anew
+                self.uses.pop(prompt[: i + 1], None)
+            for window in self.windows:
+                window.came_back(prompt[: i + 1], now)
+        for i in range(begin, end):
+            block = prompt[: i + 1]
+            partial = block[-1].isupper()
+            kind = (size * 3 + min(self.uses.get(block, 0), 2)) * 2 + partial
+            if kind not in bonuses:
+                pair = (self.soon, self.below)
+                bonuses[kind] = tuple(STRENGTH * each.gap * math.log(each.share(kind)) for each in pair)
+            for window in self.windows:
+                window.last[block] = (now, kind, given_out)
+            self.uses[block] = self.uses.get(block, 0) + 1
+            self.bonus[block] = bonuses[kind]
+
+    def request(self, prompt, found, there, loaded, stored):
+        """`found` blocks were there before it, `there` after it. loaded, stored: time, and slots given out."""
+        if found:
+            self.stage(prompt, 0, found, *loaded, min(7, (len(prompt) - found).bit_length()), False)
+        if found < len(prompt) and there:
+            self.stage(prompt, found, there, *stored, min(7, (there - found).bit_length()), found > 0, new=True)
+
+
 def serve(bench, prompt, later=0.0):
     """One request: lookup, load, and `later` the store of the rest. Returns blocks found, and blocks there after it."""
+    return serve_and_count(bench, prompt, later)[:2]
+
+
+def serve_and_count(bench, prompt, later):
+    """Also how many slots were given out when the load was planned."""
     load = bench.load(prompt, out=True)
+    given_out = bench.tables[0].taken
     bench.now += later
     plan = bench.stored(prompt, load.blocks) if load.blocks < len(prompt) else None
     bench.deliver_all()
-    return load.blocks, load.blocks + (plan.accepted if plan else 0)
+    return load.blocks, load.blocks + (plan.accepted if plan else 0), given_out
 
 
 def prompts(chance, n):
@@ -93,44 +133,51 @@ def prompts(chance, n):
 
 
 def marks_of(bench):
-    """Block -> (last use, uses, bonus) of all that is in the tree."""
+    """Block -> (last use, uses, bonuses) of all that is in the tree."""
     found = {}
     by_ident = {ident: prompt for ident, (_, prompt) in bench.tokens.items()}
     for node in bench.state.residency.index.walk_nodes():
         for i in range(node.n):
-            bonus = float(node.marks["bonus"][i]) if node.marks is not None else 0.0
-            found[by_ident[int(node.idents[i])]] = (float(node.last_use[i]), int(node.uses[i]), bonus)
+            mark = node.marks[i] if node.marks is not None else {"bonus": 0.0, "below": 0.0}
+            bonuses = (float(mark["bonus"]), float(mark["below"]))
+            found[by_ident[int(node.idents[i])]] = (float(node.last_use[i]), int(node.uses[i]), bonuses)
     return found
 
 
 @pytest.mark.parametrize("later", [0.0, 3.0])
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("capacity", [6, 24, 70])
-def test_counts_and_bonuses_are_those_of_the_rules_block_by_block(capacity, seed, later):
+@pytest.mark.parametrize(("capacity", "below"), [(6, 0), (24, 0), (70, 0), (6, 40), (12, 60), (10, 25)])
+def test_counts_and_bonuses_are_those_of_the_rules_block_by_block(capacity, below, seed, later):
     chance = random.Random(seed * 1000 + capacity)
-    bench, rules = Bench(dram(capacity), policy="reuse"), Blocks(capacity)
+    specs = (dram(capacity), nvme(below)) if below else (dram(capacity),)
+    bench, rules = Bench(*specs, policy="reuse"), Blocks(capacity, below)
     policy = bench.state.policy
     came_back = 0
     for prompt in prompts(chance, 250):
         bench.now += chance.choice([0.5, 1.0, 7.0])
-        began, given_out = bench.now, bench.tables[0].taken
-        found, there = serve(bench, prompt, later)
+        began = bench.now
+        found, there, given_out = serve_and_count(bench, prompt, later)
         came_back += found
         rules.request(prompt, found, there, (began, given_out), (bench.now, bench.tables[0].taken))
-        assert policy._soon.seen == pytest.approx(rules.seen), prompt
-        assert policy._soon.again == pytest.approx(rules.again), prompt
-        assert (policy._ever.seen, policy._ever.again) == (policy._soon.seen, policy._soon.again), "no level below"
-        for block, (last_use, uses, bonus) in marks_of(bench).items():
-            assert (last_use, uses) == (rules.last[block][0] if block in rules.last else last_use, rules.uses[block])
-            assert bonus == pytest.approx(rules.bonus[block], rel=1e-5), block
-    assert came_back > 100 and sum(rules.again) > 20 and sum(rules.seen) > sum(rules.again) + 20
+        pairs = ((policy._soon, rules.soon), (policy._held, rules.held), (policy._below, rules.below))
+        for window, rule in pairs:
+            assert (window.length, window.seen) == (rule.length, pytest.approx(rule.seen)), prompt
+            assert window.again == pytest.approx(rule.again), prompt
+        for block, (last_use, uses, bonuses) in marks_of(bench).items():
+            last = rules.below.last
+            assert (last_use, uses) == (last[block][0] if block in last else last_use, rules.uses[block])
+            assert bonuses == pytest.approx(rules.bonus[block], rel=1e-5), block
+    assert came_back > 100
+    for rule in rules.windows:
+        assert sum(rule.again) > 20 and sum(rule.seen) > sum(rule.again) + (20 if rule is rules.soon else 0)
+    assert len({id(window) for window in policy._windows}) == len({rule.length for rule in rules.windows})
     assert bench.planner.check() == []
 
 
 def waiting_of(bench):
     """Per instant that is remembered, the blocks that wait there: by its counts, and by the blocks and ghosts."""
     policy = bench.state.policy
-    counted = {each.time: sum(each.waiting.values()) for each in (*policy._late, *policy._order)}
+    counted = {each.time: sum(each.waiting.values()) for window in policy._windows for each in window.instants}
     there = dict.fromkeys(counted, 0)
     for node in bench.state.residency.index.walk_nodes():
         for time in node.last_use.tolist():
@@ -152,10 +199,11 @@ def test_what_comes_back_late_counts_for_the_next_level_only():
     assert serve(bench, "a") == (1, 1), "from the level below"
     kind = 2 * 3 * 1  # one new block, never used before, no tail
     assert policy._soon.again[kind] == 0 and policy._soon.seen[kind] >= 7
-    assert policy._ever.again[kind] == 1 and policy._ever.seen[kind] == 1, "of the others it is not known yet"
+    for window in (policy._held, policy._below):
+        assert window.again[kind] == 1 and window.seen[kind] == 1, "of the others it is not known yet"
     node = bench.state.residency.index.root.children[bench.encode("p")[0]]
     assert policy.worth(node, 0) == 1.0, "too little is known"
-    policy._ever.observed, policy._ever.again[kind], policy._ever.seen[kind] = 100, 20.0, 90.0
+    policy._held.observed, policy._held.again[kind], policy._held.seen[kind] = 100, 20.0, 90.0
     assert policy.worth(node, 0) == pytest.approx((20 + 30 * 0.5) / (90 + 30))
 
 
@@ -166,17 +214,17 @@ def test_a_quiet_night_changes_little_of_what_a_gap_is():
     for prompt in prompts(chance, 200):
         bench.now += 2
         serve(bench, prompt)
-    before = policy._gap_sum / policy._gap_count
+    before = policy._soon.gap_sum / policy._soon.gap_count
     bench.now += 12 * 3600
     for prompt in prompts(chance, 30):
         bench.now += 2
         serve(bench, prompt)
-    assert policy._gap_sum / policy._gap_count < 2 * before
+    assert policy._soon.gap_sum / policy._soon.gap_count < 2 * before
 
 
 def test_less_than_nothing_counts_as_nothing():
     """A clock that stood still while its instant was given up makes such numbers; a share below 0 has no logarithm."""
-    shares = _Shares()
+    shares = _Window()
     shares.count([(3, -50), (4, 2)], again=True)
     assert (shares.seen[3], shares.again[3], shares.seen[4], shares.observed) == (0, 0, 2, 2)
 
@@ -208,7 +256,7 @@ def test_hits_alone_remember_a_bounded_number_of_instants():
     for _ in range(1500):
         bench.now += 1
         bench.touch("ab")
-    assert len(bench.state.policy._order) <= 1025 and len(bench.state.policy._instants) <= 2050
+    assert len(bench.state.policy._soon.instants) <= 1025 and len(bench.state.policy._instants) <= 2050
 
 
 def test_a_request_that_stores_when_its_load_is_long_forgotten():

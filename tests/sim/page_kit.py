@@ -24,7 +24,7 @@ def trace_file(path: Path, requests: list[tuple[float, list[int]]]) -> Path:
     return path
 
 
-def random_trace_file(folder: Path, requests: int = 80, name: str = "a <b> & 'c'.jsonl") -> Path:
+def random_trace_file(folder: Path, requests: int = 50, name: str = "a <b> & 'c'.jsonl") -> Path:
     """A trace with branches, partial last blocks and a name that HTML must escape."""
     trace, path = random_trace(7, requests, 10), folder / name
     lines = []

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +28,7 @@ from tiercache.sim.requests import driver_settings, load_trace
 
 def no_process_is_left() -> bool:
     """Ended ones may be listed for a moment, until the pool's own thread has taken note."""
-    end = time.monotonic() + 10
-    while multiprocessing.active_children() and time.monotonic() < end:
-        time.sleep(0.01)
-    return not multiprocessing.active_children()
+    return wait_until(lambda: not multiprocessing.active_children())
 
 
 SETTINGS = DriverSettings(100, 500, 4096, "reuse", "none", None)
@@ -103,6 +105,56 @@ def test_a_worker_that_fails_ends_all(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match="ended by itself"):
         measure(wrong[1:], trace, gone, lambda done, total, note: None, 1)
     assert no_process_is_left()
+
+
+KILLED = """
+from pathlib import Path
+from tiercache.sim.options import ReplayOptions, Share
+from tiercache.sim.page.cells import Cell, measure
+from tiercache.sim.requests import load_trace
+if __name__ == "__main__":
+    options = ReplayOptions("example", Share(0.01), no_data=True)
+    trace = load_trace(options)
+    cells = [Cell("lru", slots) for slots in range(300, 400)]
+    measure(cells, trace, options, lambda done, total, note: print(done, flush=True), 2)
+"""
+
+
+def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert parent.stdout is not None and parent.stdout.readline() == "0\n"
+        assert wait_until(lambda: len(alive(parent.pid)) >= 3)  # it, and two workers
+        parent.kill()
+        parent.wait(10)
+        assert wait_until(lambda: not alive(parent.pid))
+    finally:
+        if alive(parent.pid):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.communicate()
+
+
+def wait_until(true: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20
+    while not true() and time.monotonic() < end:
+        time.sleep(0.05)
+    return true()
+
+
+def alive(group: int) -> list[int]:
+    """Processes of a group that run, but for the one that only cleans up after multiprocessing."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, its_group = path.joinpath("stat").read_text().rpartition(")")[2].split()[:3]
+            command = path.joinpath("cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(its_group) == group and state != "Z" and "resource_tracker" not in command:
+            found.append(int(path.name))
+    return found
 
 
 def test_processes_only_where_they_pay() -> None:

@@ -363,6 +363,7 @@ class Planner:
         outcome = self.results.take(message)
         outcome.loads += self.loads.fail_offline()
         self._pump()
+        outcome.loads += self.loads.fail_unfilled()
         self.demotion.tend()
         self.offers.measure_new()
         return outcome

@@ -94,6 +94,8 @@ class Demotion:
 
     def tend(self) -> None:
         """Copy the coldest blocks down where too few slots could be freed on demand."""
+        if self.state.write_limit is not None:
+            self.state.write_limit.note(self.state.residency.tables[0].taken, self.state.counters[-1])
         for level in range(len(self.state.specs) - 1):
             taken = self.state.residency.tables[level].taken
             counted_at, spare = self._spare[level]
@@ -114,11 +116,10 @@ class Demotion:
         limit = self.victims.key_of(level, False, 0)
         n = 0
         while ready < target:
-            key = self.victims.key_of(level, True, n)
-            if key is None or (limit is not None and key > limit):
-                break
             victim = self.victims.nth(level, True, n)
-            assert victim is not None
+            key = self.victims.key_of(level, True, n)
+            if victim is None or key is None or (limit is not None and key > limit):
+                break
             node, last = victim
             ready += last + 1 - self.victims.coldest_run(level, node, last, target - ready, True)
             n += 1
@@ -212,7 +213,7 @@ class Demotion:
             self._write_backlog()
 
     def _worth_writing(self, level: int, slots: Slots) -> Slots:
-        if self.state.max_writes_per_hit is None:
+        if self.state.write_limit is None:
             return slots
         runs = self.state.residency.runs_of(level, slots)
         worth = [node.slots[a:b, level] for node, a, b in runs if self.state.is_worth_writing(node, b - 1)]
@@ -237,24 +238,25 @@ class Demotion:
         return credits_last, np.concatenate(waiting) if waiting else slots[:0]
 
     def queue_all(self) -> int:
-        """Queue every block without a readable copy in the last level, most recently used first, behind what is queued
-        already. Returns how many blocks lack one. O(everything)."""
+        """Queue every block without a readable copy in the last level, behind what is queued already: the one that the
+        last level would keep longest first, so that whatever stops this, the most reusable part is there. (A block's
+        ancestors are written before it.) Returns how many blocks lack a copy. O(everything)."""
         state = self.state
         last = len(state.specs) - 1
-        found: list[tuple[float, int, Slots]] = []
+        found: list[tuple[float, int, int, Slots]] = []
         for node in state.residency.index.walk_nodes():
             lacking = self._lacking_in(node, last)
             for level in reversed(range(last)):
                 mine = node.slots[: len(lacking), level]
                 take = lacking & (mine >= 0)
-                if take.any():
-                    recent = float(node.last_use[: len(lacking)][take].max())
-                    found.append((recent, level, mine[take].astype(np.int32)))
-                    lacking &= ~take
-        found.sort(key=lambda each: each[0], reverse=True)
-        for _, level, slots in found:
+                lacking &= ~take
+                for begin, end in self.victims.alike(last, node, np.flatnonzero(take)):
+                    key = self.victims.key(last, node, begin)
+                    found.append((key, -(node.depth + begin), level, mine[begin:end].astype(np.int32)))
+        found.sort(key=lambda each: each[:2], reverse=True)
+        for _, _, level, slots in found:
             state.unwritten.add(level, slots)
-        return sum(len(slots) for _, _, slots in found)
+        return sum(len(slots) for *_, slots in found)
 
     def count_lacking(self, used_before: float) -> int:
         """Full blocks that are in a faster level and without a readable copy in the last, where that is persistent."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,51 +12,13 @@ from tiercache.arrays import as_index, count_levels, counting, first_false, firs
 from tiercache.index import Path
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.fetches import Fetches, source_slots
+from tiercache.planner.load import Load, Segment
 from tiercache.planner.quota import Quota
 from tiercache.planner.state import Flight, PlannerState
 from tiercache.slots import RESIDENT, WRITING
 from tiercache.types import CALLER, COLD, Bools, Idents, Slots
 
 __all__ = ["Load", "Loads"]
-
-
-@dataclass(slots=True, eq=False)
-class _Segment:
-    """Blocks of one load that come from one level in one job. Its source slots are pinned until the job is over."""
-
-    source: int
-    src: Slots
-    dst: Slots
-    """Slots of level 0, or rows of the caller."""
-    idents: Idents
-    row: int
-    also: tuple[int, Slots] | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """A load under way or done. Holds `slots` of level 0 until `Planner.release_load`."""
-
-    id: int
-    blocks: int
-    """How many leading blocks it will bring at most; only falls."""
-    endpoint: int
-    """Caller rows, 0: to level 0."""
-    slots: Slots
-    """int32[blocks] of level 0; empty for a load into caller rows."""
-    epoch: bytes
-    segments: deque[_Segment] = field(default_factory=deque)
-    waiting: set[int] = field(default_factory=set)
-    """Jobs that must come back first, its own and joined ones."""
-    joiners: list[Load] = field(default_factory=list)
-    """Loads that hold a slot which a segment of this one, not submitted yet, is going to fill."""
-    done: bool = False
-    released: bool = False
-    """Nobody wants it any more; it is let go as soon as it is done."""
-    by_level: tuple[int, ...] = ()
-    """Blocks taken from each level when it was planned; of the key tier last, where there is one."""
-    symbols: bytes = b""
-    """Of the prompt, where some of it comes from a key tier."""
 
 
 class Loads:
@@ -117,15 +78,27 @@ class Loads:
 
     def sources(self, path: Path, gathered: NDArray[np.int32], rows: bool) -> NDArray[np.int8]:
         """The level that each block comes from, -1: from none. What is being fetched from the key tier comes from
-        there: a load into slots joins it, one into the caller's `rows` reads it once more."""
+        there: a load into slots joins it, one into the caller's `rows` reads it once more. What another load is
+        bringing to level 0 from a slower level comes to the caller's rows from level 0, once it has come."""
         residency, online = self.state.residency, self.state.online_levels()
         if online[0] and all(map(residency.is_whole, path.nodes)):
             return np.zeros(gathered.shape[1], dtype=np.int8)
-        best = residency.best_level(residency.states(gathered), online)
+        states = residency.states(gathered)
+        best = residency.best_level(states, online)
+        if rows and online[0] and any(not each.done for each in self.open.values() if not each.endpoint):
+            coming = true_at((best > 0) & (states[0] == WRITING))
+            best[coming[self._comes(gathered[0, coming])]] = 0
         if self.state.remote is not None and (not rows or self.state.online(residency.levels)):
             lacking = true_at(best < 0)
             best[lacking[self.is_fetched(gathered[0, lacking])]] = residency.levels
         return best
+
+    def _comes(self, slots: NDArray[np.int32]) -> Bools:
+        """Per slot of level 0 that is being filled: does a load to level 0 fill it?"""
+        jobs, loads = self.state.filler[slots], self._filling[slots]
+        by_job = [job for job in np.unique(jobs).tolist() if job and self.state.jobs[job].job.dst_level == 0]
+        by_load = [load for load in np.unique(loads).tolist() if load and not self.open[load].endpoint]
+        return np.asarray(np.isin(jobs, by_job) | np.isin(loads, by_load))
 
     def is_fetched(self, slots: NDArray[np.int32]) -> Bools:
         """Per slot of level 0 (-1: none): is a load bringing a block there, which may have no other copy?"""
@@ -258,15 +231,11 @@ class Loads:
             part = slice(i, i + step)
             self.state.credits[source].queued += len(src[part])
             second = None if also is None else (also[0], also[1][part])
+            slots = src[part].astype(np.int32)
+            joins = source == 0 and not self.state.readable(0, slots).all()
+            load.joins |= joins
             load.segments.append(
-                _Segment(
-                    source,
-                    src[part].astype(np.int32),
-                    dst[part].astype(np.int32),
-                    idents[part],
-                    row + i,
-                    second,
-                )
+                Segment(source, slots, dst[part].astype(np.int32), idents[part], row + i, second, joins)
             )
 
     # -- submitting ---------------------------------------------------------------------------------------------
@@ -284,10 +253,12 @@ class Loads:
                 self._submit(load, load.segments.popleft())
         self._queue = deque(load for load in self._queue if load.segments)
 
-    def _lacks(self, load: Load, segment: _Segment, lacking: set[tuple[str, int]]) -> set[tuple[str, int]]:
+    def _lacks(self, load: Load, segment: Segment, lacking: set[tuple[str, int]]) -> set[tuple[str, int]]:
         """Ends for which there are no credits, or for which an older load waits."""
         if ("out", segment.source) in lacking:
             return {("out", segment.source)}
+        if self._awaits(segment):
+            return {("fill", load.id)}
         state, ends = self.state, {("out", segment.source): len(segment.src)}
         if not load.endpoint:
             ends["in", 0] = len(segment.dst)
@@ -302,7 +273,26 @@ class Loads:
             short.add(("out", segment.source))
         return short
 
-    def _submit(self, load: Load, segment: _Segment) -> None:
+    def _awaits(self, segment: Segment) -> bool:
+        """Is what this segment takes from level 0 yet to come there, or did it not come?"""
+        if segment.joins:
+            segment.joins = not self.state.readable(0, segment.src).all()
+        return segment.joins
+
+    def fail_unfilled(self) -> list[Load]:
+        """Give up what was to be taken from level 0 and did not come there. Returns loads that are done by it."""
+        changed, state = [], self.state.residency.tables[0].state
+        for load in self._queue:
+            for segment in [each for each in load.segments if each.joins] if load.joins else ():
+                if not np.isin(state[segment.src], (WRITING, RESIDENT)).all():
+                    self._drop_segment(load, segment)
+                    changed.append(load)
+        if not changed:
+            return []
+        self._queue = deque(load for load in self._queue if load.segments)
+        return [load for load in changed if not load.done and self._settle(load)]
+
+    def _submit(self, load: Load, segment: Segment) -> None:
         self.state.credits[segment.source].queued -= len(segment.src)
         job = self.state.submit(
             "load",
@@ -340,7 +330,7 @@ class Loads:
         self._queue = deque(load for load in self._queue if load.segments)
         return [each for load in changed for each in (load, *load.joiners) if self._settle(each)]
 
-    def _drop_segment(self, load: Load, segment: _Segment) -> None:
+    def _drop_segment(self, load: Load, segment: Segment) -> None:
         room = self.demotion.room
         load.segments.remove(segment)
         if load.endpoint:
@@ -357,7 +347,7 @@ class Loads:
             load.waiting.add(job)
             self._waiters.setdefault(job, []).append(load)
 
-    def _unpin_segment(self, segment: _Segment) -> None:
+    def _unpin_segment(self, segment: Segment) -> None:
         """A segment is not submitted any more."""
         self.state.credits[segment.source].queued -= len(segment.src)
         if segment.source < len(self.state.specs):

@@ -17,6 +17,7 @@ from tiercache.planner.backlog import Backlog
 from tiercache.planner.breaker import Breaker
 from tiercache.planner.cost import WRITES_AHEAD_NBYTES, LevelCost
 from tiercache.planner.counters import LevelCounters, PlannerCounters
+from tiercache.planner.write_limit import WriteLimit
 from tiercache.policy import Policy
 from tiercache.residency import Residency
 from tiercache.slots import RESIDENT
@@ -167,6 +168,8 @@ class PlannerState:
     """What loads from each level take."""
     measured_at: list[float] = field(init=False)
     """When a load or a probe last told so, or a probe was sent."""
+    write_limit: WriteLimit | None = field(init=False)
+    """What may be written to a persistent level without being asked for; None: everything."""
     delayed: list[dict[int, Flight]] = field(init=False)
     """Per level, the delayed writes out of it that were not told to start, oldest first."""
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -182,6 +185,8 @@ class PlannerState:
         self.costs = [LevelCost(spec.read_latency_s, spec.read_nbytes_per_s) for spec in self.specs]
         self.costs += [LevelCost()] * (self.remote is not None)
         self.measured_at = [float("-inf")] * n
+        limit = self.max_writes_per_hit
+        self.write_limit = None if limit is None else WriteLimit(limit, self.residency.specs[-1].capacity)
         self.delayed = [{} for _ in range(n)]
         if self.remote is not None:
             self.breakers[-1] = Breaker(first_backoff_s=0.05, longest_backoff_s=5.0)
@@ -237,11 +242,10 @@ class PlannerState:
     def is_worth_writing(self, node: Node, at: int) -> bool:
         """Are as many hits to be expected of a copy of this block below as `max_writes_per_hit` asks for, or did a
         caller say that it matters?"""
-        limit = self.max_writes_per_hit
-        if limit is None:
+        if self.write_limit is None:
             return True
         priority = 0 if node.hints is None else node.hints["priority"].item(at)
-        return priority > 0 or priority == COLD or self.policy.worth(node, at) * limit >= 1
+        return priority > 0 or priority == COLD or self.policy.worth(node, at) >= self.write_limit.share
 
     @property
     def memory_level(self) -> int:

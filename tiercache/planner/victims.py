@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from sortedcontainers import SortedList
 
 from tiercache.arrays import as_index, true_at
@@ -24,6 +25,9 @@ __all__ = ["Victims"]
 
 PRIORITY_STEP_S = 1e10
 """Between two priorities: more than any two uses lie apart, so that they never mix; still exact to 0.1 ms."""
+
+Positions: TypeAlias = NDArray[np.int64]
+
 _EVICTABLE = frozenset((int(RESIDENT), int(BAD)))
 
 
@@ -37,6 +41,8 @@ class Victims:
         ]
         self._charged: list[Any] = [SortedList() for _ in range(state.residency.levels)]
         """Of the droppable ones, those with a charge."""
+        self._bonus = ["below" if spec.persistent else "bonus" for spec in state.specs]
+        """Per level, which of a block's marks counts in its order."""
 
     def refile(self, level: int) -> None:
         """File the nodes that changed since the last call, as far as this level needs it.
@@ -93,10 +99,18 @@ class Victims:
         return self._at(level, self._charged[level], n)
 
     def _at(self, level: int, entries: Any, n: int) -> tuple[Node, int] | None:
-        if n >= len(entries):
-            return None
-        node = self.state.residency.index.nodes[entries[n][2]]
-        return node, last_position(node, level)
+        nodes = self.state.residency.index.nodes
+        while n < len(entries):
+            node = nodes[entries[n][2]]
+            if not self._is_misjudged(level, node):
+                return node, last_position(node, level)
+            self.state.residency.stale[node] = None
+            self.refile(level)
+        return None
+
+    def _is_misjudged(self, level: int, node: Node) -> bool:
+        """Has what a write of it is worth changed sides since it was filed?"""
+        return self.state.write_limit is not None and node.filed[level] != self._place_of(node, level)
 
     def _uncharge(self, level: int, place: tuple[bool, tuple[float, int, int]] | None) -> None:
         if place is not None and self._charged[level]:
@@ -119,8 +133,8 @@ class Victims:
         fits = (row >= 0) & (table.pins[where] == 0)
         fits &= (state == RESIDENT) | (state == BAD)
         fits &= node.last_use[begin : last + 1] == node.last_use[last]
-        if node.marks is not None and not self.state.specs[level].persistent:
-            bonuses = node.marks["bonus"][begin : last + 1]
+        if node.marks is not None:
+            bonuses = node.marks[self._bonus[level]][begin : last + 1]
             fits &= bonuses == bonuses[-1]
         if node.hints is not None:
             priorities = node.hints["priority"][begin : last + 1]
@@ -134,6 +148,32 @@ class Victims:
         wrong = true_at(~fits)
         return begin + (int(wrong[-1]) + 1 if len(wrong) else 0)
 
+    def key(self, level: int, node: Node, at: int) -> float:
+        """Of one block in this level's order, in seconds: the larger, the longer it stays. Use, bonus, priority."""
+        key: float = node.last_use.item(at)
+        if node.marks is not None:
+            key += node.marks[self._bonus[level]].item(at)
+        if node.hints is not None:
+            priority = node.hints["priority"].item(at)
+            if priority != COLD:
+                key += priority * PRIORITY_STEP_S
+            elif not self.state.specs[level].persistent:
+                key = -math.inf
+        return key
+
+    def alike(self, level: int, node: Node, at: Positions) -> list[tuple[int, int]]:
+        """Bounds of the stretches of neighbours among these blocks of a run that have one key in this level's order."""
+        if len(at) == 0:
+            return []
+        keys = node.last_use[at] if node.marks is None else node.last_use[at] + node.marks[self._bonus[level]][at]
+        unlike = (at[1:] != at[:-1] + 1) | (keys[1:] != keys[:-1])
+        if node.hints is not None:
+            priorities = node.hints["priority"][at]
+            unlike |= priorities[1:] != priorities[:-1]
+        cuts = np.flatnonzero(unlike) + 1
+        ends = [*(at[cuts - 1] + 1).tolist(), int(at[-1]) + 1]
+        return list(zip([int(at[0]), *at[cuts].tolist()], ends, strict=True))
+
     def check(self) -> Iterator[str]:
         """Does every node stand where it belongs, and nothing else? O(everything)."""
         entries = [{kind: set(each) for kind, each in lists.items()} for lists in self._lists]
@@ -146,7 +186,10 @@ class Victims:
                     yield f"node {node.id} is missing among the charged of level {level}"
                 elif node.charge and place is not None:
                     charged[level].discard(place[1])
-                if node.filed[level] != place:
+                filed = node.filed[level]
+                if filed is not None and place is not None and self.state.write_limit is not None:
+                    place = (filed[0], place[1])  # what a write is worth may have changed meanwhile: see `nth`
+                if filed != place:
                     yield f"node {node.id} is filed as {node.filed[level]} in level {level}, should be {place}"
                 elif place is not None and place[1] not in entries[level][place[0]]:
                     yield f"node {node.id} is missing from the order of level {level}"
@@ -174,20 +217,7 @@ class Victims:
             or self._is_spare(level, node, last)
             or node.charge > 0  # it can be fetched again, or is computed again; only what is ordinary is worth a copy
         )
-        return droppable, (self._key(level, node, last), -(node.depth + last), node.id)
-
-    def _key(self, level: int, node: Node, at: int) -> float:
-        """Seconds: the last use of a block, and by how much it leaves earlier or later than that."""
-        key, persistent = node.last_use.item(at), self.state.specs[level].persistent
-        if node.marks is not None and not persistent:
-            key += node.marks["bonus"].item(at)
-        if node.hints is not None:
-            priority = node.hints["priority"].item(at)
-            if priority != COLD:
-                key += priority * PRIORITY_STEP_S
-            elif not persistent:
-                key = -math.inf
-        return key
+        return droppable, (self.key(level, node, last), -(node.depth + last), node.id)
 
     def _is_spare(self, level: int, node: Node, last: int) -> bool:
         """Would this block be written to a persistent level next, is that not worth it, and does nothing hang below it

@@ -2,7 +2,8 @@
 
 The planner evicts the leaf with the smallest key first, ties deepest first. The key of a block is its last use in
 seconds plus a bonus, which the policy gives at each use: nothing for LRU, seconds (mostly negative) for a policy that
-expects some blocks to be used again sooner than others. So a key stands still between two uses of its block.
+expects some blocks to be used again sooner than others; one for memory, one for a persistent level, which is larger. So
+a key stands still between two uses of its block.
 
 A policy holds no clock and does no I/O. The planner calls it under its lock, for each request in this order: `begin`;
 `place` with what is new, `again` with what was there (`move`, where the request used it before); then `mark`. While
@@ -20,8 +21,9 @@ from tiercache.index import Node
 
 __all__ = ["MARK", "Policy", "Stretches"]
 
-MARK = np.dtype([("bonus", np.float32), ("kind", np.uint8)])
-"""What a policy keeps per block, in `Node.marks`: seconds, and a class of its own (None: no block has a bonus)."""
+MARK = np.dtype([("bonus", np.float32), ("below", np.float32), ("kind", np.uint8)])
+"""What a policy keeps per block, in `Node.marks`: seconds, in memory and on a persistent level, and a class of its own
+(None: no block has a bonus)."""
 
 Stretches: TypeAlias = Iterable[tuple[Node, int, int]]
 """Nodes with bounds of blocks in their run, along a path from its root."""

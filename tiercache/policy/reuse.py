@@ -9,6 +9,9 @@ more), and whether it is a partial tail. A use is "again" when it comes before W
 through the first level, whether or not the block was still there: what left is remembered as long (ghosts). p has a
 prior of PRIOR observations at the mean of all classes, and old observations fade, so that it follows the load.
 
+A persistent level has the same order with a longer window, WINDOW_BELOW times its own capacity. What is worth a write
+there is judged by a third: the capacity itself, for as long it holds what is not used.
+
 Everything is counted by runs of blocks. The uses of one instant are one `_Instant`, and blocks know theirs by their
 `last_use`; along a path `last_use` never rises, so the two ends of a stretch tell whether all of it is of one instant.
 
@@ -36,6 +39,8 @@ __all__ = ["Reuse"]
 STRENGTH = 2.0
 WINDOW = 4
 """Capacities of the first level; after that a block that was not used again counts as one that never is."""
+WINDOW_BELOW = 2
+"""The same for a persistent level, in its capacities; also measured by what passes through the first."""
 PRIOR = 30.0
 FADE = 0.995
 """Of all observations, every FADE_EVERY requests."""
@@ -47,7 +52,8 @@ LONGEST_GAP = 8.0
 _SIZES, _USES = 8, 3
 _CLASSES = _SIZES * _USES * 2
 _FEWEST_INSTANTS, _MOST_INSTANTS = 1 << 10, 1 << 16
-"""As many as the window has blocks are remembered, within these bounds, however little passes through the level."""
+"""As many as the first window has blocks are remembered in each window, within these bounds, however little passes
+through the level."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,8 +63,8 @@ class _Instant:
     time: float
     taken: int
     """Slots given out until then, those of its own request too where that stored before it was noted."""
-    late: bool = False
-    """The window is over for it, and only a persistent level would still hold its blocks."""
+    over: int = 0
+    """How many windows are over for it."""
     waiting: Counter[int] = field(default_factory=Counter)
     """Per class, blocks of which it is not known yet whether they are used again."""
     ghosts: list[int] = field(default_factory=list)
@@ -75,14 +81,22 @@ class _Ghost:
     instant: _Instant
 
 
-class _Shares:
-    """Per class, how many blocks were observed, and how many of them were used again."""
+class _Window:
+    """What is used again before so much has passed through the first level: per class how many blocks were observed and
+    how many of them were used again, and the mean time between two uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int = 0) -> None:
+        self.length = length
+        """Slots of the first level given out."""
+        self.instants: deque[_Instant] = deque()
+        """Those for which this is the first window that is not over, oldest first."""
         self.seen = [0.0] * _CLASSES
         self.again = [0.0] * _CLASSES
         self.observed = 0.0
         """Blocks, of all classes; never fades."""
+        self.gap_sum = self.gap_count = 0.0
+        self.gap = 0.0
+        """Mean seconds between two uses, as of the beginning of this request; 0 while too few are known."""
         self._mean = 0.5
 
     def count(self, counts: Iterable[tuple[int, int]], again: bool) -> None:
@@ -95,6 +109,14 @@ class _Shares:
             if again:
                 self.again[kind] += count
 
+    def count_gap(self, seconds: float, n: int) -> None:
+        """n blocks were used again after that time."""
+        gap = min(seconds, LONGEST_GAP * self.gap or math.inf)
+        if gap > 0:
+            faded = GAP_FADE**n
+            self.gap_sum = self.gap_sum * faded + gap * (1 - faded) / (1 - GAP_FADE)
+            self.gap_count = self.gap_count * faded + (1 - faded) / (1 - GAP_FADE)
+
     def fade(self) -> None:
         """Old observations count less."""
         self.seen = [each * FADE for each in self.seen]
@@ -105,6 +127,10 @@ class _Shares:
         """The share that is used again; the mean of all classes counts as PRIOR observations."""
         return (self.again[kind] + PRIOR * self._mean) / (self.seen[kind] + PRIOR)
 
+    def bonus(self, kind: int) -> float:
+        """Seconds."""
+        return STRENGTH * self.gap * math.log(self.of(kind))
+
 
 class Reuse:
     """See the module."""
@@ -112,35 +138,35 @@ class Reuse:
     name = "reuse"
 
     def __init__(self) -> None:
-        self._window = self._horizon = self._most = 0
-        self._soon, self._ever = _Shares(), _Shares()
-        """Used again within the window; before a persistent level would have let go of it."""
-        self._gap_sum = self._gap_count = 0.0
-        self._gap = 0.0
-        """Mean seconds between two uses, as of the beginning of this request; 0 while too few are known."""
+        self._soon = self._held = self._below = _Window()
+        """Of the first level; while a persistent level holds what is not used; of that level's order."""
+        self._windows = [self._soon]
+        """Those that differ, shortest first."""
+        self._most = 0
         self._requests = 0
         self._instants: dict[float, _Instant] = {}
-        self._order: deque[_Instant] = deque()
-        self._late: deque[_Instant] = deque()
         self._ghosts: dict[int, _Ghost] = {}
         """By the ident of their first block."""
         self._now = _Instant(-math.inf, 0)
         self._size = 0
-        self._bonuses: dict[int, float] = {}
-        """Of this request, by class."""
+        self._bonuses: dict[int, tuple[float, float]] = {}
+        """Of this request, by class: in memory, on a persistent level."""
 
     def open(self, capacity: int, below: int) -> None:
         """See Policy."""
-        self._window = WINDOW * capacity
-        self._horizon = max(self._window, below)
-        self._most = min(_MOST_INSTANTS, max(_FEWEST_INSTANTS, self._window))
+        first = WINDOW * capacity
+        windows = {length: _Window(length) for length in (first, max(first, below), max(first, WINDOW_BELOW * below))}
+        self._windows = list(windows.values())
+        self._soon, self._below = self._windows[0], self._windows[-1]
+        self._held = windows[max(first, below)]
+        self._most = min(_MOST_INSTANTS, max(_FEWEST_INSTANTS, first))
 
     def clear(self) -> None:
         """See Policy."""
         self._instants.clear()
-        self._order.clear()
-        self._late.clear()
         self._ghosts.clear()
+        for window in self._windows:
+            window.instants.clear()
 
     # -- a request --------------------------------------------------------------------------------------------------
 
@@ -149,33 +175,38 @@ class Reuse:
         self._expire(taken)
         self._requests += not goes_on
         if not goes_on and self._requests % FADE_EVERY == 0:
-            self._soon.fade()
-            self._ever.fade()
+            for window in self._windows:
+                window.fade()
+        for window in self._windows:
+            window.gap = window.gap_sum / window.gap_count if window.gap_count >= PRIOR else 0.0
         self._size = min(_SIZES - 1, new.bit_length())
-        self._gap = self._gap_sum / self._gap_count if self._gap_count >= PRIOR else 0.0
         self._bonuses.clear()
         instant = self._instants.get(now)
         if instant is None:
             instant = self._instants[now] = _Instant(now, taken)
-            self._order.append(instant)
+            self._soon.instants.append(instant)
         self._now = instant
 
     def _expire(self, taken: int) -> None:
-        """Count what was not used again: when its window is over, and when a persistent level would let go of it."""
-        order, late = self._order, self._late
-        while order and (order[0].taken < taken - self._window or len(order) > self._most):
-            instant = order.popleft()
-            instant.late = True
-            late.append(instant)
-            self._soon.count(instant.waiting.items(), again=False)
-        while late and (late[0].taken < taken - self._horizon or len(late) > self._most):
-            instant = late.popleft()
-            self._ever.count(instant.waiting.items(), again=False)
-            del self._instants[instant.time]
-            for ident in instant.ghosts:
-                ghost = self._ghosts.get(ident)
-                if ghost is not None and ghost.instant is instant:
-                    del self._ghosts[ident]
+        """Count what was not used again in a window that is over for it, and let it pass into the next, or be
+        forgotten."""
+        for i, window in enumerate(self._windows):
+            waiting, oldest = window.instants, taken - window.length
+            while waiting and (waiting[0].taken < oldest or len(waiting) > self._most):
+                instant = waiting.popleft()
+                instant.over = i + 1
+                window.count(instant.waiting.items(), again=False)
+                if instant.over < len(self._windows):
+                    self._windows[instant.over].instants.append(instant)
+                else:
+                    self._forget(instant)
+
+    def _forget(self, instant: _Instant) -> None:
+        del self._instants[instant.time]
+        for ident in instant.ghosts:
+            ghost = self._ghosts.get(ident)
+            if ghost is not None and ghost.instant is instant:
+                del self._ghosts[ident]
 
     def place(self, stretches: Stretches) -> None:
         """See Policy."""
@@ -223,21 +254,17 @@ class Reuse:
         return (self._size * _USES + (uses if uses < _USES else _USES - 1)) * 2 + partial
 
     def _mark(self, marks: NDArray[np.void], begin: int, end: int, kind: int) -> None:
-        bonus = self._bonuses.get(kind)
-        if bonus is None:
-            bonus = self._bonuses[kind] = self._bonus(kind)
-        marks["kind"][begin:end] = kind
-        marks["bonus"][begin:end] = bonus
+        bonuses = self._bonuses.get(kind)
+        if bonuses is None:
+            bonuses = self._bonuses[kind] = (self._soon.bonus(kind), self._below.bonus(kind))
+        marks[begin:end] = (*bonuses, kind)
         self._now.waiting[kind] += end - begin
-
-    def _bonus(self, kind: int) -> float:
-        return STRENGTH * self._gap * math.log(self._soon.of(kind))
 
     def worth(self, node: Node, at: int) -> float:
         """See Policy."""
-        if node.marks is None or self._ever.observed < PRIOR:
+        if node.marks is None or self._held.observed < PRIOR:
             return 1.0
-        return self._ever.of(node.marks["kind"].item(at))
+        return self._held.of(node.marks["kind"].item(at))
 
     def move(self, stretches: Stretches) -> None:
         """See Policy."""
@@ -280,15 +307,9 @@ class Reuse:
             instant.waiting[kind] -= count
         if instant is self._now:
             return
-        self._ever.count(counts, again=True)
-        if instant.late:
-            return
-        self._soon.count(counts, again=True)
-        gap, n = min(self._now.time - instant.time, LONGEST_GAP * self._gap or math.inf), len(kinds)
-        if gap > 0:
-            faded = GAP_FADE**n
-            self._gap_sum = self._gap_sum * faded + gap * (1 - faded) / (1 - GAP_FADE)
-            self._gap_count = self._gap_count * faded + (1 - faded) / (1 - GAP_FADE)
+        for window in self._windows[instant.over :]:
+            window.count(counts, again=True)
+            window.count_gap(self._now.time - instant.time, len(kinds))
 
 
 def _alike(values: NDArray[np.generic], begin: int, end: int) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -166,7 +167,16 @@ _given: list[tuple[Trace, ReplayOptions]] = []
 
 def _begin(options: ReplayOptions) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker without a word
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _given.append((load_trace(options), options))
+
+
+def _end_with_parent() -> None:
+    """Else a worker would wait for ever for the next cell of a parent that was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run(cell: Cell) -> Found:

@@ -18,7 +18,7 @@ h3 { font-size: 1.05rem; }
 .answer { border-left: .3rem solid #111; font-size: 1.1rem; margin: 1rem 0; padding: .1rem 0 .1rem 1rem; }
 .warning { border: 2px solid #111; padding: .2rem 1rem; }
 figure { margin: 1rem 0; }
-figure img { display: block; height: auto; max-width: 100%; width: 38rem; }
+figure img { display: block; height: auto; max-width: 100%; width: 34rem; }
 figcaption, caption, .note { color: #333; font-size: .9rem; }
 caption { padding: .3rem 0; text-align: left; }
 .scroll { margin: 1rem 0; overflow-x: auto; }
@@ -28,6 +28,7 @@ th:first-child, td:first-child { padding-left: 0; text-align: left; }
 thead th { border-bottom: 2px solid #111; }
 tr.own > * { border-bottom: 2px solid #111; border-top: 2px solid #111; font-weight: bold; }
 td { white-space: nowrap; }
+tbody th { min-width: 6.5rem; }
 td.own { font-weight: bold; outline: 2px solid #111; }
 code { font-size: .9em; overflow-wrap: anywhere; }
 summary { cursor: pointer; }

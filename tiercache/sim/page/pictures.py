@@ -32,7 +32,7 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "tiercache",
     "svg.fonttype": "path",
     "font.family": "DejaVu Sans",
-    "font.size": 9.5,
+    "font.size": 10.3,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -45,10 +45,11 @@ _STYLE: dict[Any, Any] = {
     "ytick.color": "#111111",
     "hatch.linewidth": 0.7,
     "legend.frameon": False,
-    "legend.fontsize": 9,
-    "legend.handlelength": 3.2,
+    "legend.fontsize": 9.6,
+    "legend.handlelength": 2.8,
+    "legend.columnspacing": 1.2,
 }
-_WIDTH = 5.6
+_WIDTH = 5.2
 _LINES: tuple[dict[str, Any], ...] = (
     {"color": "#0b3c6f", "linestyle": "-", "marker": "o", "linewidth": 2.4},
     {"color": "#b3541e", "linestyle": "--", "marker": "s", "linewidth": 1.8},
@@ -72,28 +73,47 @@ _EDGE = {"edgecolor": "#222222", "linewidth": 0.6}
 
 def draw_all(facts: Facts) -> dict[str, bytes]:
     """SVG by name: capacity, where, sizes, tiers, uses, prefixes, gaps, exits, and with an NVMe tier writes."""
-    drawings: dict[str, tuple[float, Callable[[Any, Facts], None]]] = {
-        "capacity": (4.1, _capacity),
-        "where": (2.1, _where),
-        "tiers": (3.4, _tiers),
-        "sizes": (3.9, _sizes),
-        "uses": (3.0, _uses),
-        "prefixes": (3.1, _prefixes),
-        "gaps": (3.0, _gaps),
-        "exits": (3.6, _exits),
+    made = {}
+    for name, draw in _drawings(facts).items():
+        with mpl.rc_context(_STYLE):
+            target = io.BytesIO()
+            _figure(name, draw, facts).savefig(target, format="svg", metadata={"Date": None, "Creator": None})
+            made[name] = target.getvalue()
+    return made
+
+
+_HEIGHTS = {
+    "capacity": 4.1,
+    "where": 2.7,
+    "sizes": 3.9,
+    "tiers": 3.4,
+    "writes": 2.9,
+    "uses": 3.0,
+    "prefixes": 3.1,
+    "gaps": 3.2,
+    "exits": 3.7,
+}
+"""In inches, per picture."""
+
+
+def _drawings(facts: Facts) -> dict[str, Callable[[Any, Facts], None]]:
+    drawings: dict[str, Callable[[Any, Facts], None]] = {
+        "capacity": _capacity,
+        "where": _where,
+        "sizes": _sizes,
+        "tiers": _tiers,
+        "uses": _uses,
+        "prefixes": _prefixes,
+        "gaps": _gaps,
+        "exits": _exits,
     }
-    if facts.settings.nvme_slots is not None:
-        drawings["writes"] = (2.9, _writes)
-    return {name: _svg(height, draw, facts) for name, (height, draw) in drawings.items()}
+    return drawings if facts.settings.nvme_slots is None else {**drawings, "writes": _writes}
 
 
-def _svg(height: float, draw: Callable[[Any, Facts], None], facts: Facts) -> bytes:
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        draw(figure.add_subplot(), facts)
-        target = io.BytesIO()
-        figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
-        return target.getvalue()
+def _figure(name: str, draw: Callable[[Any, Facts], None], facts: Facts) -> Figure:
+    figure = Figure(figsize=(_WIDTH, _HEIGHTS[name]), layout="constrained")
+    draw(figure.add_subplot(), facts)
+    return figure
 
 
 def _capacity(axes: Any, facts: Facts) -> None:
@@ -130,7 +150,7 @@ def _mark_own_sizes(axes: Any, facts: Facts) -> None:
         if left < at < right:
             axes.axvline(at, color="#555555", linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
             side = "left" if at * at < left * right else "right"
-            axes.text(at, height, name, ha=side, fontsize=8.5, transform=axes.get_xaxis_transform())
+            axes.text(at, height, name, ha=side, fontsize=9, transform=axes.get_xaxis_transform())
 
 
 def _where(axes: Any, facts: Facts) -> None:
@@ -148,7 +168,7 @@ def _where(axes: Any, facts: Facts) -> None:
     axes.set_ylim(-0.5, 0.5)
     axes.grid(visible=False)
     axes.set_xlabel("% of all prompt tokens")
-    _legend(axes, 2)
+    _legend(axes, 1)
 
 
 def _tiers(axes: Any, facts: Facts) -> None:
@@ -255,7 +275,7 @@ def _bars(axes: Any, labels: Sequence[str], values: Sequence[float], style: dict
     for place, value in enumerate(values):
         if value > 0:
             text = f"{value:.0f}" if value >= 1 else "<1"
-            axes.annotate(text, (place, value), (0, 2), textcoords="offset points", ha="center", fontsize=8.5)
+            axes.annotate(text, (place, value), (0, 2), textcoords="offset points", ha="center", fontsize=9)
     _category_axis(axes, labels)
     axes.margins(y=0.12)
 
