@@ -347,3 +347,33 @@ def test_estimates_come_from_measured_rates():
     bench.load("abcdefgh", out=True)
     assert bench.lookup("abcdefgh").load_s == pytest.approx(0.5), "the four are under way into memory already"
     bench.finish()
+
+
+def test_a_write_of_a_branch_takes_along_what_it_hangs_on():
+    bench = Bench(dram(8), nvme(40))
+    bench.stored("abc")
+    bench.stored("abd")
+    node, take = bench.state.residency.index.walk(*bench.encode("abd")).path.end
+    assert (node.depth, take) == (2, 1)
+    assert bench.planner.writes.plan(node, 0, 1, 0).blocks == 3
+    bench.take()
+    bench.deliver_all()
+    assert bench.residents(1) == {"a", "ab", "abd"}
+    bench.check()
+
+
+def test_a_load_into_rows_makes_no_room_of_its_own_path():
+    bench = Bench(dram(2), nvme(8))
+    bench.stored("ab")
+    bench.drain()
+    bench.deliver_all()
+    node, _ = bench.state.residency.index.walk(*bench.encode("ab")).path.end
+    bench.planner.room.drop(0, node, 1, 2)
+    bench.stored("x")
+    bench.pin("x")
+    load = bench.load("ab", out=True)
+    assert load.blocks == 2 and {job.src_level for job in bench.jobs("load")} == {0, 1}
+    assert all(job.also_slots is None for job in bench.jobs("load")) and bench.residents(0) == {"a", "x"}
+    bench.deliver_all()
+    assert bench.rows[load.endpoint] == bench.tokens_of("ab")
+    bench.finish()
