@@ -32,6 +32,8 @@ class Loads:
         self.open: dict[int, Load] = {}
         """Not done, or done and still held, by id."""
         self._queue: deque[Load] = deque()
+        self._may_join = False
+        """May the load that is planned now take from level 0 what is yet to come there?"""
         self._waiters: dict[int, list[Load]] = {}
         self._filling: NDArray[np.int64] = np.zeros(state.specs[0].capacity, dtype=np.int64)
         """Per slot of level 0 the load that is going to fill it by a job not submitted yet, 0: none."""
@@ -81,11 +83,13 @@ class Loads:
         there: a load into slots joins it, one into the caller's `rows` reads it once more. What another load is
         bringing to level 0 from a slower level comes to the caller's rows from level 0, once it has come."""
         residency, online = self.state.residency, self.state.online_levels()
+        self._may_join = False
         if online[0] and all(map(residency.is_whole, path.nodes)):
             return np.zeros(gathered.shape[1], dtype=np.int8)
         states = residency.states(gathered)
         best = residency.best_level(states, online)
-        if rows and online[0] and any(not each.done for each in self.open.values() if not each.endpoint):
+        self._may_join = rows and online[0]
+        if self._may_join and any(not each.done for each in self.open.values() if not each.endpoint):
             coming = true_at((best > 0) & (states[0] == WRITING))
             best[coming[self._comes(gathered[0, coming])]] = 0
         if self.state.remote is not None and (not rows or self.state.online(residency.levels)):
@@ -232,7 +236,7 @@ class Loads:
             self.state.credits[source].queued += len(src[part])
             second = None if also is None else (also[0], also[1][part])
             slots = src[part].astype(np.int32)
-            joins = source == 0 and not self.state.readable(0, slots).all()
+            joins = self._may_join and source == 0 and not self.state.readable(0, slots).all()
             load.joins |= joins
             load.segments.append(
                 Segment(source, slots, dst[part].astype(np.int32), idents[part], row + i, second, joins)
