@@ -71,6 +71,21 @@ def test_a_run_of_two_priorities_leaves_only_as_far_as_they_are_alike():
     assert set(bench.where()) == {"a", "ab", "w", "x", "xy", "xyz"}, "the last of w goes before b"
 
 
+def test_a_drain_writes_what_has_a_higher_priority_first():
+    bench = Bench(dram(16), nvme(64))
+    bench.stored("abcd")
+    bench.prioritize("ab", 3)
+    bench.now += 1.0
+    bench.stored("xy")
+    node, _, _ = _run(bench, "abcd")
+    assert bench.planner.victims.alike(1, node, np.arange(4)) == [(0, 2), (2, 4)]
+    bench.drain()
+    assert [job.n for job in bench.jobs("write")] == [2, 2, 2]
+    order = [[bench.tokens[ident][1] for ident in job.idents.tolist()] for job in bench.jobs("write")]
+    assert order == [["a", "ab"], ["x", "xy"], ["abc", "abcd"]]
+    bench.finish()
+
+
 def test_priorities_count_in_a_persistent_level_too():
     bench = Bench(dram(2), nvme(4), write_after_s=0.0)
     for prompt, priority in (("a", 9), ("b", 0), ("c", 0), ("d", 0), ("e", 0)):
