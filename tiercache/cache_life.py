@@ -24,7 +24,7 @@ from tiercache.config_memory import check_memory
 from tiercache.delivery import Delivery
 from tiercache.directory import StoreDirectory
 from tiercache.ending import flush, stop
-from tiercache.errors import ConfigError, NotDurableError
+from tiercache.errors import CacheClosedError, ConfigError, NotDurableError
 from tiercache.layout import KVLayout
 from tiercache.lifetime import forget_forks, watch_forks
 from tiercache.link import Link
@@ -165,12 +165,13 @@ class CacheLife:
         True when everything is on NVMe (or nothing persists) and nothing was lost. A second call does nothing. Futures
         still open end with what they have. Loaded blocks stay readable until they are released.
         """
-        if self._link.closed or self._link.dead:
-            return True
-        self._link.refuse_worker("close")
         began = time.monotonic()
         persists = nvme_of(self.settings) is not None
-        complete = self.flush(timeout * 0.8, to="nvme" if persists and self.stores_enabled else None)
+        try:
+            self._link.refuse_worker("close")
+            complete = self.flush(timeout * 0.8, to="nvme" if persists and self.stores_enabled else None)
+        except CacheClosedError:  # before, or by another thread meanwhile; or in the parent of this process
+            return True
         with self._building:
             if not self._link.shut():
                 return True

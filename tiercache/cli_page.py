@@ -14,7 +14,7 @@ from tiercache.errors import ConfigError
 if TYPE_CHECKING:
     from tiercache.sim.options import ReplayOptions
     from tiercache.sim.page.facts import PageOptions
-    from tiercache.sim.prefill import Prefill
+    from tiercache.sim.prefill import PrefillCost
     from tiercache.sim.report import ReplayReport
 
 __all__ = ["PAGE_TEXT", "add_page_options", "check_page_options", "make_page"]
@@ -68,8 +68,8 @@ def check_page_options(args: argparse.Namespace) -> PageOptions | None:
     return page
 
 
-def _prefill(args: argparse.Namespace) -> Prefill:
-    from tiercache.sim.prefill import GPU_TFLOPS, Prefill, parse_params
+def _prefill(args: argparse.Namespace) -> PrefillCost:
+    from tiercache.sim.prefill import GPU_TFLOPS, PrefillCost, parse_params
 
     name = "h100" if args.gpu is None else args.gpu.lower()
     if args.prefill_tokens_per_s is not None and any(
@@ -82,8 +82,8 @@ def _prefill(args: argparse.Namespace) -> Prefill:
         raise ConfigError("--gpu", args.gpu, f"one of {', '.join(GPU_TFLOPS)}, or any with --gpu-tflops")
     if args.gpu is None and args.gpu_tflops is not None:
         name = f"GPU of {args.gpu_tflops:g} TFLOP/s"
-    usual = Prefill()
-    return Prefill(
+    usual = PrefillCost()
+    return PrefillCost(
         params=usual.params if args.model_params is None else parse_params(args.model_params, "--model-params"),
         gpu=name.upper() if name in GPU_TFLOPS else args.gpu or name,
         tflops=GPU_TFLOPS[name] if args.gpu_tflops is None else args.gpu_tflops,

@@ -130,9 +130,8 @@ def match_of(found: Found, prompt: Prompt, symbols: bytes, specs: Sequence[Level
     tokens, diverged = min(found.blocks * prompt.block_tokens, prompt.tokens), diverged_at(prompt, found.words)
     size = prompt.block_tokens
     pending, load_s = found.pending, found.load_s
-    match = Match(tokens, found.blocks, by_tier, pending, diverged, load_s, symbols, size, prompt.n, epoch)
-    match.withheld = found.withheld
-    return match
+    told = tokens, found.blocks, by_tier, pending, diverged, load_s
+    return Match(*told, symbols, size, prompt.n, epoch, withheld=found.withheld)
 
 
 def diverged_at(prompt: Prompt, words: int) -> int | None:

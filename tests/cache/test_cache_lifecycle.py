@@ -648,3 +648,22 @@ def test_flush_says_what_did_not_fit(tmp_path):
         assert time.monotonic() - began < 5, "a flush waits for what nobody will end"
         cache.unpin(pin)
         assert is_clean(cache)
+
+
+def test_a_close_that_another_one_overtakes_does_nothing_more() -> None:
+    cache, flush, calls = open_cache(None), TieredKVCache.flush, []
+
+    def overtaken(timeout=None, to=None):
+        calls.append(to)
+        if len(calls) == 1:
+            assert cache.close()
+        return flush(cache, timeout, to)
+
+    cache.flush = overtaken
+    assert cache.close() and len(calls) == 2
+
+
+def test_only_one_of_two_closes_stops_what_is_below() -> None:
+    cache = open_cache(None)
+    assert cache._link.shut() and not cache._link.shut()
+    cache.stack.mover.close(5.0)

@@ -524,19 +524,24 @@ class Bench:
     def where(self) -> dict[str, list]:
         """Prompt of every block in the tree -> (slot, state) per level, None where it has none."""
         found = {}
+        for prompt, node, i in self._blocks():
+            found[prompt] = [
+                None if slot < 0 else (int(slot), SlotState(int(self.tables[level].state[slot])))
+                for level, slot in enumerate(node.slots[i])
+            ]
+            assert self.tokens[int(node.idents[i])] == (self.epoch, prompt)
+        return found
+
+    def _blocks(self):
+        """Every block in the tree: its prompt, its node, and its position there."""
         stack = [(child, "") for child in self.state.residency.index.root.children.values()]
         while stack:
             node, prompt = stack.pop()
             letters = struct.unpack(f"<{node.n * WIDTH // 4}i", node.run[: node.n * WIDTH])[:: WIDTH // 4]
             for i, letter in enumerate(letters):
                 prompt += chr(letter)
-                found[prompt] = [
-                    None if slot < 0 else (int(slot), SlotState(int(self.tables[level].state[slot])))
-                    for level, slot in enumerate(node.slots[i])
-                ]
-                assert self.tokens[int(node.idents[i])] == (self.epoch, prompt)
+                yield prompt, node, i
             stack += [(child, prompt) for child in node.children.values()]
-        return found
 
     def alive(self) -> dict[str, list]:
         """`where`, without what has ended by now."""
@@ -584,15 +589,9 @@ class Bench:
 
     def _check_hints(self):
         """What the tree says of each block is what was said of it."""
-        stack = [(child, "") for child in self.state.residency.index.root.children.values()]
-        while stack:
-            node, prompt = stack.pop()
-            letters = struct.unpack(f"<{node.n * WIDTH // 4}i", node.run[: node.n * WIDTH])[:: WIDTH // 4]
-            for i, letter in enumerate(letters):
-                prompt += chr(letter)
-                said = (0, math.inf) if node.hints is None else tuple(node.hints[i].tolist())
-                assert said == (self.priorities[prompt], self.ends[prompt]), f"{prompt}: {said}"
-            stack += [(child, prompt) for child in node.children.values()]
+        for prompt, node, i in self._blocks():
+            said = (0, math.inf) if node.hints is None else tuple(node.hints[i].tolist())
+            assert said == (self.priorities[prompt], self.ends[prompt]), f"{prompt}: {said}"
 
     def _check_content(self, where):
         written = {(level, slot) for r in self.running.values() for level, slots, w in r.ends() if w for slot in slots}

@@ -249,3 +249,13 @@ def test_a_load_that_failed_in_part_tells_nothing_of_the_level():
     bench.deliver(bench.job("load").id, ok=[True, False], reason="io", seconds=100.0)
     assert bench.state.costs[1].jobs == 0
     bench.finish()
+
+
+def test_a_load_is_a_measurement_too():
+    bench = Bench(dram(8))
+    bench.stored("ab")
+    bench.now += 5.0
+    bench.release_load(bench.load("ab"))
+    bench.load("ab", out=True)
+    bench.deliver(bench.job("load").id)
+    assert bench.state.measured_at[0] == bench.now

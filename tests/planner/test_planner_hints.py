@@ -71,6 +71,21 @@ def test_a_run_of_two_priorities_leaves_only_as_far_as_they_are_alike():
     assert set(bench.where()) == {"a", "ab", "w", "x", "xy", "xyz"}, "the last of w goes before b"
 
 
+def test_a_drain_writes_what_has_a_higher_priority_first():
+    bench = Bench(dram(16), nvme(64))
+    bench.stored("abcd")
+    bench.prioritize("ab", 3)
+    bench.now += 1.0
+    bench.stored("xy")
+    node, _, _ = _run(bench, "abcd")
+    assert bench.planner.victims.alike(1, node, np.arange(4)) == [(0, 2), (2, 4)]
+    bench.drain()
+    assert [job.n for job in bench.jobs("write")] == [2, 2, 2]
+    order = [[bench.tokens[ident][1] for ident in job.idents.tolist()] for job in bench.jobs("write")]
+    assert order == [["a", "ab"], ["x", "xy"], ["abc", "abcd"]]
+    bench.finish()
+
+
 def test_priorities_count_in_a_persistent_level_too():
     bench = Bench(dram(2), nvme(4), write_after_s=0.0)
     for prompt, priority in (("a", 9), ("b", 0), ("c", 0), ("d", 0), ("e", 0)):
@@ -355,3 +370,35 @@ def test_cost_is_proportional_to_what_is_removed(by):
             assert planner.state.residency.index.blocks == 8 * others
         seconds[others] = least
     assert seconds[8000] < 5 * seconds[100], seconds
+
+
+def test_a_new_epoch_waits_for_no_old_end():
+    bench = Bench(dram(8))
+    bench.stored("ab", ttl=10.0)
+    assert bench.state.residency.expiry.next == 1010.0
+    bench.new_epoch(b"other")
+    assert bench.state.residency.expiry.next == math.inf
+
+
+def test_blocks_that_a_run_grows_by_have_no_hints_of_their_own():
+    bench = Bench(dram(8))
+    bench.stored("ab", priority=4, ttl=10.0)
+    residency = bench.state.residency
+    symbols, _ = bench.encode("abc")
+    node, at = residency.extend(
+        residency.index.walk(symbols, 3).path, symbols[-8:], np.zeros(1, dtype=np.uint64), False
+    )
+    assert at == 2 and node.hints[2].tolist() == (0, math.inf)
+
+
+def test_a_write_of_which_some_blocks_failed_records_the_hints_of_the_others():
+    from tiercache.mover.mover import _chosen
+
+    bench = Bench(dram(8), nvme(40), write_after_s=0.0)
+    bench.stored("ab", ttl=10.0)
+    bench.deliver_all()
+    bench.stored("abc", start=2, priority=7, ttl=90.0)
+    bench.stored("abcd", start=3, ttl=50.0)
+    claims = bench.planner.writes._claims(*_run(bench, "abcd")[:1], 0, 4, 1)
+    some = _chosen(claims, np.array([True, False, False, True]))
+    assert some.hints["priority"].tolist() == [7, 0] and some.hints["expires"].tolist() == [1090.0, 1050.0]

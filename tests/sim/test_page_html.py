@@ -20,7 +20,7 @@ from tiercache.sim.page.answer import drive_writes_per_day, saved_gpu_hours, wri
 from tiercache.sim.page.facts import Facts, PageOptions
 from tiercache.sim.page.markup import Markup, document, paragraph, table, tag
 from tiercache.sim.page.write import check_page, page_html, write_page
-from tiercache.sim.prefill import Prefill
+from tiercache.sim.prefill import PrefillCost
 from tiercache.sim.report import PhaseReport
 
 VOID = {"meta", "img", "br", "link"}
@@ -122,14 +122,14 @@ def test_the_same_facts_give_the_same_bytes(facts: Facts, page: str) -> None:
 
 @pytest.mark.usefixtures("no_pictures")
 def test_the_given_model_is_in_the_formula(facts: Facts) -> None:
-    given = PageOptions(Prefill(70e9, "h200", 989.0, 0.4), True, True, COMMAND, "1.2.3")
+    given = PageOptions(PrefillCost(70e9, "h200", 989.0, 0.4), True, True, COMMAND, "1.2.3")
     words = Outline(page_html(replace(facts, page=given))).words
     assert "989e12 * 0.4 / (2 * 70e9) = 2,826 prompt tokens a second" in words
     assert "assumed" not in words and "not yet yours" not in words
     rate = 989e12 * 0.4 / 140e9
     hours = facts.report.hit_tokens / rate / 3600 * 86400 / facts.span_s
     assert saved_gpu_hours(replace(facts, page=given), facts.report.hit_tokens) == pytest.approx(hours)
-    measured = replace(given, prefill=Prefill(measured_tokens_per_s=5000.0))
+    measured = replace(given, prefill=PrefillCost(measured_tokens_per_s=5000.0))
     assert "5,000 prompt tokens a second on one GPU" in Outline(page_html(replace(facts, page=measured))).words
 
 

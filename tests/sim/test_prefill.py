@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 
 from tiercache.errors import ConfigError
-from tiercache.sim.prefill import GPU_TFLOPS, Prefill, parse_params
+from tiercache.sim.prefill import GPU_TFLOPS, PrefillCost, parse_params
 
 
 def test_the_formula() -> None:
     """989e12 * 0.5 FLOP/s over 16e9 FLOP a token."""
-    usual = Prefill()
+    usual = PrefillCost()
     assert usual.tokens_per_s == pytest.approx(30906.25)
     assert usual.gpu_seconds(30906.25 * 3600) == pytest.approx(3600)
-    assert Prefill(params=70e9, gpu="a100", tflops=GPU_TFLOPS["a100"], mfu=0.4).tokens_per_s == pytest.approx(
+    assert PrefillCost(params=70e9, gpu="a100", tflops=GPU_TFLOPS["a100"], mfu=0.4).tokens_per_s == pytest.approx(
         891.43, 1e-4
     )
 
 
 def test_a_measured_rate_is_taken_as_it_is() -> None:
-    assert Prefill(params=70e9, measured_tokens_per_s=5000.0).gpu_seconds(10_000) == 2.0
+    assert PrefillCost(params=70e9, measured_tokens_per_s=5000.0).gpu_seconds(10_000) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -52,4 +52,4 @@ def test_what_is_no_number_of_parameters(text: str) -> None:
 )
 def test_what_cannot_be(wrong: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
-        Prefill(**wrong)
+        PrefillCost(**wrong)

@@ -22,7 +22,7 @@ class Hinting:
 
     def stored(self, path: Path, known: int, priority: int, expires: float) -> None:
         """A store said this of a path, of which the first `known` blocks were there before: those keep the higher
-        priority, and the later end."""
+        priority, and the later end. That it uses the path is noted afterwards, and files its runs anew."""
         residency = self.state.residency
         self.state.any_cold |= priority == COLD
         for node, take in path:
@@ -36,7 +36,6 @@ class Hinting:
             hints["expires"][:old] = np.maximum(hints["expires"][:old], expires)
             hints["priority"][old:take] = priority
             hints["expires"][old:take] = expires
-            residency.stale[node] = None
             residency.expiry.note(node)
 
     def prioritize(self, path: Path, priority: int) -> int:

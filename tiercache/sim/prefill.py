@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tiercache.errors import ConfigError
 
-__all__ = ["GPU_TFLOPS", "Prefill", "parse_params"]
+__all__ = ["GPU_TFLOPS", "PrefillCost", "parse_params"]
 
 GPU_TFLOPS = {"a100": 312.0, "h100": 989.0, "h200": 989.0, "b200": 2250.0, "l40s": 362.0, "mi300x": 1307.0}
 """Dense bf16 TFLOP/s by name, from the makers' data sheets (SXM or OAM boards; no sparsity)."""
@@ -25,7 +25,7 @@ def parse_params(text: str, field: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
+class PrefillCost:
     """How fast one GPU prefills. ConfigError for what cannot be.
 
     Without a measured rate it is `tflops * 1e12 * mfu / (2 * params)` tokens a second: a multiply and an add per weight

@@ -14,6 +14,7 @@ from tiercache.keys import Extra, chain_idents, chain_keys, encode_prompt, root_
 from tiercache.layout import KVLayout, Namespace
 from tiercache.remote.base import KeyTier, Values
 from tiercache.remote.frame import seal
+from tiercache.testing.gate import Gate
 from tiercache.types import Bools
 
 __all__ = [
@@ -252,46 +253,12 @@ class FaultyKeyTier(WrappedKeyTier):
             raise error
 
 
-class HangingKeyTier(WrappedKeyTier):
-    """Operations block from `hang(op, ...)` until `wake()`, then go on as if nothing had been; at most `max_s`."""
+class HangingKeyTier(WrappedKeyTier, Gate):
+    """Operations block from `hang(op, ...)` until `wake()`, then go on as if nothing had been (see `Gate`)."""
 
     def __init__(self, inner: KeyTier, *, max_s: float = 30.0) -> None:
-        super().__init__(inner)
-        self._max_s = max_s
-        self._changed = threading.Condition()
-        self._ops: set[KeyOp] = set()
-        self._life = 0
-        self._hung = 0
-
-    @property
-    def hung(self) -> int:
-        """Operations blocked now."""
-        with self._changed:
-            return self._hung
-
-    def hang(self, *ops: KeyOp) -> None:
-        """Block these operations from now on."""
-        with self._changed:
-            self._ops.update(ops)
-
-    def wake(self) -> None:
-        """Let blocked operations go on, and block no more."""
-        with self._changed:
-            self._ops.clear()
-            self._life += 1
-            self._changed.notify_all()
-
-    def wait_hung(self, n: int = 1, timeout_s: float = 5.0) -> bool:
-        """Wait until n operations are blocked. False at the timeout."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._hung >= n, timeout_s)
+        WrappedKeyTier.__init__(self, inner)
+        Gate.__init__(self, max_s)
 
     def _before(self, op: KeyOp, keys: Sequence[bytes], deadline_s: float) -> None:
-        with self._changed:
-            if op not in self._ops:
-                return
-            life = self._life
-            self._hung += 1
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._life != life, self._max_s)
-            self._hung -= 1
+        self.pass_through(op)

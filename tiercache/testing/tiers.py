@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from tiercache.testing.gate import Gate
 from tiercache.tiers.base import Rows, SlotTier
 from tiercache.types import Bools, Slots
 
@@ -250,74 +251,29 @@ class FlakyTier(WrappedTier):
         return failed
 
 
-class HangingTier(WrappedTier):
-    """Operations block from `hang(op, ...)` until `wake()`, then go on as if nothing had been.
+class HangingTier(WrappedTier, Gate):
+    """Operations block from `hang(op, ...)` until `wake()`, then go on as if nothing had been (see `Gate`).
 
-    A blocked operation wakes by itself after `max_s`, so that a test ends. Reads hang before they touch `rows`,
-    writes before they read them.
+    Reads hang before they touch `rows`, writes before they read them.
     """
 
     def __init__(
         self, inner: SlotTier, *, verifies: bool | None = None, shows_memory: bool = False, max_s: float = 30.0
     ) -> None:
-        super().__init__(inner, verifies=verifies, shows_memory=shows_memory)
-        self._max_s = max_s
-        self._changed = threading.Condition()
-        self._ops: set[Op] = set()
-        self._most: int | None = None
-        self._life = 0
-        self._hung = 0
-
-    @property
-    def hung(self) -> int:
-        """Operations blocked now."""
-        with self._changed:
-            return self._hung
-
-    def hang(self, *ops: Op, most: int | None = None) -> None:
-        """Block these operations from now on; at most `most` of them at a time (None: all), the others pass."""
-        with self._changed:
-            self._ops.update(ops)
-            self._most = most
-
-    def unblock(self, *ops: Op) -> None:
-        """Later operations of these kinds pass; those blocked now stay so until `wake`."""
-        with self._changed:
-            self._ops.difference_update(ops)
-
-    def wake(self) -> None:
-        """Let blocked operations go on, and block no more."""
-        with self._changed:
-            self._ops.clear()
-            self._life += 1
-            self._changed.notify_all()
-
-    def wait_hung(self, n: int = 1, timeout_s: float = 5.0) -> bool:
-        """Wait until n operations are blocked. False at the timeout."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._hung >= n, timeout_s)
+        WrappedTier.__init__(self, inner, verifies=verifies, shows_memory=shows_memory)
+        Gate.__init__(self, max_s)
 
     def read(self, slots: Slots, rows: Rows) -> Bools:
         """See `SlotTier.read`."""
-        self._pass("read")
+        self.pass_through("read")
         return self.inner.read(slots, rows)
 
     def write(self, slots: Slots, rows: Rows) -> Bools:
         """See `SlotTier.write`."""
-        self._pass("write")
+        self.pass_through("write")
         return self.inner.write(slots, rows)
 
     def sync(self) -> bool:
         """See `SlotTier.sync`."""
-        self._pass("sync")
+        self.pass_through("sync")
         return self.inner.sync()
-
-    def _pass(self, op: Op) -> None:
-        with self._changed:
-            if op not in self._ops or (self._most is not None and self._hung >= self._most):
-                return
-            life = self._life
-            self._hung += 1
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._life != life, self._max_s)
-            self._hung -= 1

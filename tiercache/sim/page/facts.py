@@ -11,7 +11,7 @@ from tiercache.sim.page.choose import LONG_TRACE, choose
 from tiercache.sim.page.leaving import Leaving, leave_cached_path
 from tiercache.sim.page.sharing import Sharing, first_places, share_of_trace
 from tiercache.sim.page.timeline import Timeline, over_time
-from tiercache.sim.prefill import Prefill
+from tiercache.sim.prefill import PrefillCost
 from tiercache.sim.report import ReplayReport
 from tiercache.sim.requests import driver_settings, load_trace
 from tiercache.tiers.base import slot_stride
@@ -25,7 +25,7 @@ DAY_S = 86400.0
 class PageOptions:
     """What a page is made with, besides the replay."""
 
-    prefill: Prefill = field(default_factory=Prefill)
+    prefill: PrefillCost = field(default_factory=PrefillCost)
     prefill_given: bool = False
     """Whether the user said anything about model and GPU; else the page says that they are an assumption."""
     block_bytes_given: bool = False
