@@ -59,7 +59,7 @@ class Loads:
             n += more
             gathered = np.concatenate((gathered, np.full((residency.levels, more), -1, dtype=np.int32)), axis=1)
             best = np.concatenate((best, np.full(more, residency.levels, dtype=np.int8)))
-        refused = len(self._queue) >= state.limits.queued_loads
+        refused = not self.has_room()
         if refused:
             state.totals.loads_refused += 1
             n = 0
@@ -82,6 +82,10 @@ class Loads:
             self.pump()
         self._settle(load)
         return load
+
+    def has_room(self) -> bool:
+        """Is another load queued, or are there too many?"""
+        return len(self._queue) < self.state.limits.queued_loads
 
     def sources(self, path: Path, gathered: NDArray[np.int32], rows: bool) -> NDArray[np.int8]:
         """The level that each block comes from, -1: from none. What is being fetched from the key tier comes from

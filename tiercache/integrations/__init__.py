@@ -1,0 +1,1 @@
+"""Engines that tiercache plugs into. Nothing here is imported by `import tiercache`."""
