@@ -34,7 +34,7 @@ PIECE_NBYTES = 256
 MIN_PIECES = 3
 """Places per tensor: first, middle, last."""
 STRIDE_NBYTES = 16 << 20
-"""Larger tensors are read at one place more per so many bytes."""
+"""Large tensors are read at more places, no further apart than this."""
 OPAQUE_ENDS_NBYTES = 1 << 20
 """Of a file that is not safetensors, so much at either end (a torch file's directory with its CRCs is at the end)."""
 OPAQUE_STRIDE_NBYTES = 1 << 20
@@ -192,7 +192,7 @@ def _safetensors_header(fd: int, size: int) -> tuple[bytes, list[tuple[int, int]
 def _tensor_pieces(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Begin and size of what is read of tensors: small ones whole, of others pieces, evenly spread from end to end."""
     for begin, end in spans:
-        count = max(MIN_PIECES, (end - begin) // STRIDE_NBYTES + 1)
+        count = max(MIN_PIECES, (end - begin) // STRIDE_NBYTES + 2)
         if end - begin <= count * PIECE_NBYTES:
             yield begin, max(end - begin, 0)
             continue
