@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +32,9 @@ from tiercache.integrations import vllm_identity
 from tiercache.integrations.vllm_identity import (
     KVIdentity,
     attention_backends,
+    device_format,
     engine_identity,
+    hash_probe,
     layer_specs,
     namespace_difference,
     rank_parts,
@@ -197,6 +201,13 @@ def test_made_up_weights_are_named_with_their_seed(config: SimpleNamespace) -> N
     assert engine_identity(config, kv_config()).parts["weights"] == "dummy:seed 3"
 
 
+@pytest.mark.parametrize("name", ["", "  ", 7])
+def test_a_name_must_say_something(config: SimpleNamespace, name: Any) -> None:
+    with pytest.raises(ConfigError, match="names model and weights") as caught:
+        engine_identity(config, kv_config(), named=name)
+    assert caught.value.field == "kv_connector_extra_config.namespace"
+
+
 @pytest.mark.parametrize("load_format", ["tensorizer", "ipc_cache", "modelexpress", "a_plugin"])
 def test_loaders_with_weights_from_elsewhere_need_a_name(config: SimpleNamespace, load_format: str) -> None:
     config.load_config.load_format = load_format
@@ -338,3 +349,62 @@ def test_differences_between_texts_of_other_kinds() -> None:
         "namespace: mine -> nothing",
     ]
     assert namespace_difference(Namespace.of(a="1" * 60), Namespace.of(a="2")) == [f"a: {'1' * 45}... -> 2"]
+
+
+# --- what is asked of vLLM itself, of an imitation --------------------------------------------------------------------
+
+
+def _imitate(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:
+    """Modules of vLLM, named with __ for dots, with these attributes."""
+    for name in modules:
+        dotted = name.replace("__", ".")
+        while dotted:
+            monkeypatch.setitem(sys.modules, dotted, ModuleType(dotted))
+            dotted = dotted.rpartition(".")[0]
+    for name, attributes in modules.items():
+        parent, _, last = name.replace("__", ".").rpartition(".")
+        monkeypatch.setattr(sys.modules[parent], last, sys.modules[f"{parent}.{last}"], raising=False)
+        for attribute, value in attributes.items():
+            monkeypatch.setattr(sys.modules[f"{parent}.{last}"], attribute, value, raising=False)
+
+
+def _hash(value: Any) -> bytes:
+    return hashlib.sha256(repr(value).encode()).digest()
+
+
+def test_the_seed_of_the_first_hash_counts_in_versions_old_and_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashing = {"get_hash_fn_by_name": lambda name: _hash}
+    seen = []
+    for attributes in ({}, {"resolve_none_hash_seed": lambda hashed: "fixed"}):
+        _imitate(monkeypatch, vllm__utils__hashing=hashing, vllm__v1__core__kv_cache_utils=attributes)
+        for seed in ("1", "2"):
+            monkeypatch.setenv("PYTHONHASHSEED", seed)
+            seen.append(hash_probe("sha256"))
+    assert len(set(seen)) == 3 and seen[2] == seen[3] == f"sha256:{_hash((_hash('fixed'), (1, 2, 3), None)).hex()}"
+
+
+@pytest.mark.parametrize("choose", [lambda dtype, size, head, cache: f"isa{head}", lambda: "", None])
+def test_the_packing_is_asked_for_or_guessed_from_the_processor(
+    config: SimpleNamespace, choose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = {} if choose is None else {"_get_attn_isa": choose}
+    device = SimpleNamespace(device_type="cpu", fp8_dtype=lambda: "e4m3fn")
+    _imitate(
+        monkeypatch,
+        vllm__platforms={"current_platform": device},
+        vllm__v1__attention__backends__cpu_attn=attention,
+    )
+    specs = {"a": FullAttentionSpec(), "b": FullAttentionSpec(head_size=64)}
+    found = device_format(config, specs, {"a": "cpu", "b": "cpu"})
+    if choose is not None and choose.__code__.co_argcount:
+        assert found[3:] == ["isa32", "isa64"]
+    else:
+        assert len(found) == 4 and found[3].startswith("flags:")
+    device.device_type = "cuda"
+    assert device_format(config, specs, {"a": "gpu"}) == ["cuda", "e4m3fn"]
+
+
+def test_importing_needs_no_engine(python: Callable[..., str]) -> None:
+    heavy = "{'vllm', 'torch', 'transformers', 'huggingface_hub'}"
+    code = f"import sys, tiercache.integrations.vllm_support\nprint({heavy} & set(sys.modules))"
+    assert python(code).strip() == "set()"

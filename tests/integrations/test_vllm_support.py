@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,18 @@ def test_hashes_of_one_process_only(config: SimpleNamespace, algo: str, monkeypa
         assert _refused(config, kv_config())[0] == "prefix_caching_hash_algo"
     else:
         assert check_supported(config, kv_config()) == []
+
+
+def test_versions_that_draw_every_seed_need_one_that_is_set(
+    config: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = ModuleType("vllm.v1.core")
+    core.kv_cache_utils = ModuleType("kv_cache_utils")  # type: ignore[attr-defined]
+    for name, module in (("vllm", ModuleType("vllm")), ("vllm.v1", ModuleType("vllm.v1")), ("vllm.v1.core", core)):
+        monkeypatch.setitem(sys.modules, name, module)
+    assert "PYTHONHASHSEED" in _refused(config, kv_config())[2]
+    core.kv_cache_utils.DEFAULT_NONE_HASH_SEED = "fixed"
+    assert check_supported(config, kv_config()) == []
 
 
 def test_scales_of_one_start_only(config: SimpleNamespace) -> None:

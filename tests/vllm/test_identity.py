@@ -38,7 +38,10 @@ def _run(what: str, *, processes: bool = False, fails: bool = False, **arguments
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     done = subprocess.run(
         [sys.executable, str(HERE / "identity_scripts.py"), what, json.dumps(arguments)],
-        capture_output=True, text=True, timeout=200, env={**environment, **settings},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**environment, **settings},
     )
     assert (done.returncode != 0) == fails, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done.stdout
@@ -132,3 +135,20 @@ def test_settings_that_count_and_that_do_not(base: tuple[Any, Any], models: Path
     assert found["base"]["digest"] == found["limits"]["digest"] == base[0]["digest"]
     for name in variants.keys() - {"base", "limits"}:
         assert _differing(found[name]["parts"], found["base"]["parts"]) == {name}
+
+
+def test_a_name_on_a_hub_is_found_in_the_local_cache(models: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / ("0" * 40)
+    shutil.copytree(models / "a", snapshot)
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    code = (
+        "from tiercache.integrations.weights import weights_fingerprint as w\n"
+        "print(w('org/tiny') == w(MODEL) == w('org/tiny', 'main'))\n"
+        "try: w('org/other')\nexcept ValueError as error: print(error)"
+    ).replace("MODEL", repr(str(models / "a")))
+    settings = {"HF_HUB_CACHE": str(tmp_path / "hub"), "PYTHONPATH": str(HERE.parents[1])}
+    run = {"capture_output": True, "text": True, "timeout": 60, "check": True, "env": {**os.environ, **settings}}
+    lines = subprocess.run([sys.executable, "-c", code], **run).stdout.splitlines()
+    assert lines[0] == "True" and "org/other" in lines[1] and "namespace" in lines[1]

@@ -268,6 +268,8 @@ def _cpu_packing(vllm_config: Any, spec: Any) -> str:
 def _weights_part(model: Any, load: Any, named: str | None) -> str:
     """The weights of one model: as the operator names them, made up at start, or fingerprinted."""
     if named is not None:
+        if not isinstance(named, str) or not named.strip():
+            raise ConfigError("kv_connector_extra_config.namespace", named, "a text that names model and weights")
         return f"named:{named}"
     load_format = str(getattr(load, "load_format", "auto"))
     if load_format == "dummy":
