@@ -262,8 +262,8 @@ def test_drafts_without_a_model_count_for_nothing(config: SimpleNamespace, metho
 # --- what a rank knows ------------------------------------------------------------------------------------------------
 
 
-def _views(*shape: int, dtype: str = "torch.bfloat16") -> dict[str, Any]:
-    return {"layers.0": SimpleNamespace(shape=(100, *shape), dtype=dtype)}
+def _views(*shape: int, dtype: str = "torch.bfloat16", strides: tuple[int, ...] = (9, 3, 2, 1)) -> dict[str, Any]:
+    return {"layers.0": SimpleNamespace(shape=(100, *shape), dtype=dtype, stride=lambda: strides)}
 
 
 def test_each_part_of_a_rank_changes_its_namespace(config: SimpleNamespace) -> None:
@@ -285,6 +285,7 @@ def test_each_part_of_a_rank_changes_its_namespace(config: SimpleNamespace) -> N
         rank_parts(config, kv_config(), **one),
         rank_parts(config, kv_config(), **{**one, "kv_caches": _views(16, 2, 64)}),
         rank_parts(config, kv_config(), **{**one, "kv_caches": _views(2, 16, 64, dtype="torch.uint8")}),
+        rank_parts(config, kv_config(), **{**one, "kv_caches": _views(2, 16, 64, strides=(9, 2, 3, 1))}),
     ]
     config.model_config.hf_config.rope_theta = 1e6
     parts.append(rank_parts(config, kv_config(), ranks=RANKS))

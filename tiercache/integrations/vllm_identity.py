@@ -164,8 +164,9 @@ def rank_parts(
 ) -> dict[str, str]:
     """What only a worker knows: its place, the model as it was built, layers, attention, page layout.
 
-    `ranks` are its places ("tp", "pp": `vllm_ranks`), `attention` the class of each layer (`attention_backends`, the
-    default), `kv_caches` the registered tensors, if they are there yet: shape of a page and dtype are added.
+    `ranks` are its places ("tp", "pp": `vllm_ranks`), `attention` the class of each layer (the default is
+    `attention_backends`), `kv_caches` the registered tensors, block axis first, if they are there yet: shape of a
+    page, dtype and the order of axes in memory are added.
     """
     if attention is None:
         attention = attention_backends(vllm_config, kv_cache_config)
@@ -181,8 +182,14 @@ def rank_parts(
         "device": device_format(vllm_config, specs, attention),
     }
     if kv_caches is not None:
-        facts["pages"] = {name: [list(view.shape[1:]), str(view.dtype)] for name, view in kv_caches.items()}
+        facts["pages"] = {name: _page(view) for name, view in kv_caches.items()}
     return {name: _text(value) for name, value in facts.items()}
+
+
+def _page(view: Any) -> list[Any]:
+    """Of one layer's tensor what does not depend on the number of blocks."""
+    strides = view.stride()
+    return [list(view.shape[1:]), str(view.dtype), sorted(range(len(strides)), key=lambda axis: -strides[axis])]
 
 
 def attention_backends(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
