@@ -1,1 +1,1 @@
-"""Engines that tiercache plugs into. Nothing here is imported by `import tiercache`."""
+"""Bridges to inference engines. Nothing here is imported by `import tiercache`; each needs its own engine."""

@@ -66,9 +66,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):
         parts = rank_parts(self._vllm_config, config, ranks=ranks, kv_caches=kv_caches)
         namespace = self._identity.namespace(parts)
         rank = int(self._vllm_config.parallel_config.rank)
-        self.worker_side = WorkerSide(
-            self._engine, rank, pages, self._identity.parts, self._identity.digest, namespace
-        )
+        self.worker_side = WorkerSide(self._engine, rank, pages, self._identity.parts, self._identity.digest, namespace)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What this rank found in its files."""
@@ -127,7 +125,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Ranks introduce themselves. (Another connector's may come instead: then they are asked with the first step.)"""
+        """Ranks introduce themselves. (Another connector's may come instead: then the first step asks for it.)"""
         for each in metadata.values():
             if isinstance(each, _HelloMetadata):
                 self._scheduler.take_hello(each.hello)
@@ -136,7 +134,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """As `set_xfer_handshake_metadata`."""
-        self.set_xfer_handshake_metadata({i: each for i, each in enumerate(metadata.values())})
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     def on_new_request(self, request: Any) -> None:
         """Follow it."""

@@ -40,7 +40,7 @@ def agree(hellos: Mapping[int, Hello], epoch: bytes | None) -> Agreement:
                 raise ConfigError(
                     f"rank {each.rank}: {name}",
                     each.identity.get(name),
-                    f"rank {told[0].rank} has {told[0].identity.get(name)!r}: all ranks must run the same model and vLLM",
+                    f"all ranks must run the same: rank {told[0].rank} has {told[0].identity.get(name)!r}",
                 )
     specs = tuple(
         replace(levels[0], capacity=min(level.capacity for level in levels))

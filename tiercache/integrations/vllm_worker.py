@@ -212,7 +212,7 @@ class WorkerSide:
         return finished
 
     def report(self) -> StepReport | None:
-        """What the scheduler's half must hear of this step. Jobs of loads that `finished` told are in it or were before."""
+        """What the scheduler's half must hear of this step, jobs of the loads that `finished` told among it."""
         if not (self._arrived or self._wants_hello or self._echo):
             return None
         report = StepReport(self._step)

@@ -43,7 +43,8 @@ class Loads:
     def plan(self, path: Path, want: int, endpoint: int, symbols: bytes = b"", more: int = 0, start: int = 0) -> Load:
         """Start bringing the readable blocks among `[start, want)` of `path`. Mutates: slots, pins, outbox.
 
-        start: above 0 only into the caller's rows, of which those before it are not touched.
+        start: above 0 only into the caller's rows, of which those before it are not touched. Nothing behind a hole
+        is brought, also where the hole is before it.
 
         symbols: of the prompt, where there is a key tier. more: blocks of it after the path to fetch from there; those
         that get slots are added to the path. The load may be shorter than wanted, also empty; it may be done at once.
@@ -51,8 +52,7 @@ class Loads:
         state, residency = self.state, self.state.residency
         gathered = residency.index.gather(path)[:, :want]
         best = self.sources(path, gathered, bool(endpoint))
-        known = min(start, len(best))
-        n = known + first_true(best[known:] < 0)
+        n = first_true(best < 0)
         if symbols and not more and not (best == residency.levels).any():
             symbols = b""
         if more and n == path.blocks:
