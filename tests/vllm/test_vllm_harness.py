@@ -37,10 +37,14 @@ def test_other_weights_give_other_tokens(launch: Any, reference: Any, tmp_path: 
         assert vllm.generate(PROMPTS[0])[0].tokens != reference(PROMPTS[0])[0]
 
 
-def test_an_abort_and_a_kill(launch: Any) -> None:
+def test_an_abort_and_a_kill(launch: Any, reference: Any) -> None:
     with launch(None) as vllm:
         ended = vllm.ask("abort_midway", prompt=PROMPTS[0], steps=3, max_tokens=64)
         assert ended["before"] == ["RUNNING"] and ended["held"] == []
+        for name, tokens in zip("ab", PROMPTS, strict=False):
+            vllm.ask("add", name=name, prompt=tokens, max_tokens=16)
+        done = {each["id"]: tuple(each["tokens"]) for each in vllm.ask("finish", deadline_s=20.0)}
+        assert done == dict(zip("ab", reference(*PROMPTS), strict=False))
         with pytest.raises(VllmError, match="no_such_command"):
             vllm.ask("no_such_command")
         began = time.monotonic()
@@ -81,7 +85,8 @@ def test_a_connector_of_vllm_itself(launch: Any, reference: Any, tmp_path: Path)
 
 @pytest.mark.slow
 def test_two_ranks(launch: Any, reference: Any) -> None:
+    expected = reference(*PROMPTS, ranks=2)
     with launch(None, tensor_parallel_size=2) as vllm:
-        assert [each.tokens for each in vllm.generate(*PROMPTS)] == reference(*PROMPTS, ranks=2)
+        assert [each.tokens for each in vllm.generate(*PROMPTS)] == expected
         assert vllm.look_inside()["held"] == []
     assert not list(Path("/dev/shm").glob("vllm_dist_*"))

@@ -125,6 +125,15 @@ class Served:
             ]
         return done
 
+    def finish(self, deadline_s: float) -> list[dict[str, Any]]:
+        """Step until every request that was added has ended; they, with the seconds until each ended."""
+        began, done = time.monotonic(), []
+        while self._llm.llm_engine.has_unfinished_requests():
+            done += [{**each, "seconds": time.monotonic() - began} for each in self.step(1)]
+            if time.monotonic() - began > deadline_s:
+                raise TimeoutError(f"unfinished after {deadline_s} s; done: {done}")
+        return done
+
     # -- time
 
     def settle(self, deadline_s: float, quiet_s: float = 0.3) -> float:

@@ -14,11 +14,10 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from vllm_model import BLOCK_NBYTES, BLOCK_TOKENS
@@ -150,12 +149,10 @@ class Vllm:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._process is None:
             return
-        if kind is None and self._process.is_alive():
+        if raised[0] is None and self._process.is_alive():
             self.exit()
         else:
             self.kill()
@@ -214,6 +211,15 @@ class Vllm:
             raise VllmError(f"its process is gone: {self._tail()}") from error
         return self._reply(within_s, op)["value"]
 
+    def cpu_seconds(self) -> float:
+        """Processor time of all of its processes so far."""
+        ticks = 0
+        for pid in processes_of(self.pid):
+            with contextlib.suppress(OSError, ValueError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     # -- ends
 
     def exit(self) -> None:
@@ -226,11 +232,11 @@ class Vllm:
 
     def kill(self) -> None:
         """SIGKILL to all of its processes at once; they are gone when this returns."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join(EXIT_S)
-        _wait_gone(self.pid, EXIT_S)
+        wait_gone(self.pid, EXIT_S)
         if self._pipe is not None:
             self._pipe.close()
         for path in self._leftovers():
@@ -273,19 +279,22 @@ def nursery() -> Any:
     return context
 
 
-def _group(pid: int) -> Iterator[int]:
-    """Processes of this session."""
+def processes_of(session: int) -> list[int]:
+    """The processes of a session that have not ended."""
+    found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, ValueError):
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) == pid and fields[0] != "Z":
-                    yield int(entry.name)
+                if int(fields[3]) == session and fields[0] != "Z":
+                    found.append(int(entry.name))
+    return found
 
 
-def _wait_gone(pid: int, deadline_s: float) -> None:
+def wait_gone(session: int, deadline_s: float) -> None:
+    """Kill all processes of a session, and wait until they are gone."""
     until = time.monotonic() + deadline_s
-    while left := list(_group(pid)):
+    while left := processes_of(session):
         for each in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
@@ -297,7 +306,7 @@ def _wait_gone(pid: int, deadline_s: float) -> None:
 def _stacks(pid: int) -> str:
     """In which kernel function each process waits: says little, but says who is idle and who is busy."""
     found = []
-    for each in _group(pid):
+    for each in processes_of(pid):
         with contextlib.suppress(OSError):
             found.append(f"{each}: {Path(f'/proc/{each}/wchan').read_text() or 'running'}")
     return f" ({', '.join(found)})"
@@ -362,3 +371,12 @@ def nothing_left(vllm: Vllm, free_blocks: int | None = None) -> None:
         assert inside["free_blocks"] == free_blocks, "blocks that vLLM does not get back"
     if inside["ready"]:
         assert inside["check"] == [], "the planner's own check"
+
+
+def stored_blocks(path: Path) -> int:
+    """Blocks in the payload files that are not all zeros."""
+    found = 0
+    for file in slot_files(path):
+        data = file.read_bytes()
+        found += sum(any(data[begin : begin + BLOCK_NBYTES]) for begin in range(0, len(data), BLOCK_NBYTES))
+    return found

@@ -78,18 +78,8 @@ def _shapes() -> dict[str, tuple[int, ...]]:
 def _write_tokenizer(folder: Path) -> None:
     """Token 17 is the word "w17": `vllm serve` wants a tokenizer even where prompts are token ids."""
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3} | {f"w{i}": i for i in range(4, VOCABULARY)}
-    special = [
-        {
-            "id": i,
-            "content": text,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for text, i in list(vocabulary.items())[:4]
-    ]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = [{"id": i, "content": text, "special": True, **plain} for text, i in vocabulary.items() if i < 4]
     tokenizer = {
         "version": "1.0",
         "truncation": None,
