@@ -22,7 +22,7 @@ def _vllm_is_here() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    ours = [item for item in items if HERE in item.path.parents]
+    ours = [item for item in items if HERE in item.path.parents and item.get_closest_marker("vllm")]
     missing = not _vllm_is_here()
     for item in ours:
         item.add_marker(pytest.mark.filterwarnings("default"))  # vLLM and what it imports warn of much

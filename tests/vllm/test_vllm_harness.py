@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllm_kit import BLOCK_TOKENS, VllmError, prompt
+from vllm_server import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -90,3 +91,17 @@ def test_two_ranks(launch: Any, reference: Any) -> None:
         assert [each.tokens for each in vllm.generate(*PROMPTS)] == expected
         assert vllm.look_inside()["held"] == []
     assert not list(Path("/dev/shm").glob("vllm_dist_*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_server(model: Path, reference: Any, tmp_path: Path, engines: int) -> None:
+    """Over HTTP; with several data-parallel engines each is asked."""
+    flags = ("--data-parallel-size", "2") if engines == 2 else ()
+    with Server(model, tmp_path / "log", None, *flags) as server:
+        for rank in range(engines):
+            for cached in (0, 192):
+                outputs = [server.complete(tokens, rank=rank if engines > 1 else None) for tokens in PROMPTS]
+                assert [each.tokens for each in outputs] == reference(*PROMPTS)
+                assert [each.cached for each in outputs] == [cached] * 4
+        assert server.terminate(30.0) < 30.0

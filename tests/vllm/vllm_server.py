@@ -36,7 +36,7 @@ class Server:
         self.log = log
         self.port = _free_port()
         self._command = [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+            *(sys.executable, str(HERE / "vllm_serve.py"), "serve", str(model)),
             *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16", "--max-model-len", "1024"),
             *("--block-size", str(BLOCK_TOKENS), "--max-num-seqs", "8", "--seed", "0", "--enforce-eager"),
             *("--num-gpu-blocks-override", str(POOL_BLOCKS), "--enable-prompt-tokens-details"),
