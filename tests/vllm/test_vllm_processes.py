@@ -97,7 +97,7 @@ def _complete_beside(server: Server, tokens: list[int], max_tokens: int) -> thre
 def test_data_parallel_on_one_directory(model: Path, reference: Any, tmp_path: Path) -> None:
     """Each engine has its own part of the directory; none answers with another's blocks, and both come back warm."""
     expected = reference(*PROMPTS)
-    config = tiers(tmp_path / "kv")
+    config = tiers(tmp_path / "kv", engines=2)
     flags = ("--data-parallel-size", "2")
     for cached in (0, FULL):
         with Server(model, tmp_path / f"{cached}.log", config, *flags) as server:

@@ -325,27 +325,32 @@ def slot_files(path: Path) -> list[Path]:
     return sorted(path.rglob("slots-*.dat"))
 
 
+def stored_blocks(path: Path, nbytes: int = BLOCK_NBYTES) -> int:
+    """Blocks (of so many bytes) in the payload files that are not all zeros."""
+    return sum(len(_stored(file.read_bytes(), nbytes)) for file in slot_files(path))
+
+
+def _stored(data: bytes | bytearray, nbytes: int) -> list[int]:
+    """Where those begin."""
+    return [begin for begin in range(0, len(data), nbytes) if any(data[begin : begin + nbytes])]
+
+
 def overwrite(path: Path, byte: int = 0x5A) -> int:
     """Overwrite all that is stored in the payload files; how many blocks that were."""
-    damaged = 0
+    damaged = stored_blocks(path)
     for file in slot_files(path):
-        data = bytearray(file.read_bytes())
-        for begin in range(0, len(data), BLOCK_NBYTES):
-            if any(data[begin : begin + BLOCK_NBYTES]):
-                damaged += 1
-        _write_over(file, bytes([byte]) * len(data))
+        _write_over(file, bytes([byte]) * file.stat().st_size)
     return damaged
 
 
-def flip_one_bit_per_block(path: Path, seed: int = 0) -> int:
-    """Invert one bit in every block that is stored; how many those were."""
-    where, damaged = random.Random(seed), 0
+def flip_one_bit_per_block(path: Path, nbytes: int = BLOCK_NBYTES) -> int:
+    """Invert one bit in every block (of so many bytes) that is stored; how many those were."""
+    where, damaged = random.Random(0), 0
     for file in slot_files(path):
         data = bytearray(file.read_bytes())
-        for begin in range(0, len(data), BLOCK_NBYTES):
-            if any(data[begin : begin + BLOCK_NBYTES]):
-                data[begin + where.randrange(BLOCK_NBYTES)] ^= 1 << where.randrange(8)
-                damaged += 1
+        for begin in _stored(data, nbytes):
+            data[begin + where.randrange(nbytes)] ^= 1 << where.randrange(8)
+            damaged += 1
         _write_over(file, bytes(data))
     return damaged
 
@@ -371,12 +376,3 @@ def nothing_left(vllm: Vllm, free_blocks: int | None = None) -> None:
         assert inside["free_blocks"] == free_blocks, "blocks that vLLM does not get back"
     if inside["ready"]:
         assert inside["check"] == [], "the planner's own check"
-
-
-def stored_blocks(path: Path) -> int:
-    """Blocks in the payload files that are not all zeros."""
-    found = 0
-    for file in slot_files(path):
-        data = file.read_bytes()
-        found += sum(any(data[begin : begin + BLOCK_NBYTES]) for begin in range(0, len(data), BLOCK_NBYTES))
-    return found
