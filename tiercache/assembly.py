@@ -29,13 +29,18 @@ from tiercache.types import LevelSpec, PlannerMessage
 
 __all__ = [
     "MEMORY_THREADS",
+    "OpenTiers",
     "Seams",
     "Stack",
     "build_stack",
     "check_devices",
     "known_layout",
+    "make_mover",
+    "make_planner",
+    "namespace_digest",
     "nvme_of",
     "obtaining",
+    "open_tiers",
     "steady_wall_clock",
 ]
 
@@ -108,13 +113,29 @@ def known_layout(settings: Settings, directory: StoreDirectory | None) -> tuple[
     manifest = peek_manifest(directory) if directory is not None else None
     layout, epoch = settings.layout, settings.epoch or b""
     same = manifest is not None and (
-        manifest.namespace == _digest(settings).hex() and manifest.block_tokens == settings.block_tokens
+        manifest.namespace == namespace_digest(settings).hex() and manifest.block_tokens == settings.block_tokens
     )
     if manifest is not None and same:
         if layout is None:
             layout = KVLayout.from_dict(manifest.layout)
         epoch = epoch or manifest.epoch
     return layout, epoch or os.urandom(16)
+
+
+@dataclass(slots=True)
+class OpenTiers:
+    """The tiers of one cache, open, and the catalog of the last."""
+
+    tiers: list[SlotTier]
+    specs: list[LevelSpec]
+    catalog: Catalog | None
+
+    def close(self) -> None:
+        """Undo opening them, where what comes next fails."""
+        for each in self.tiers:
+            each.close()
+        if self.catalog is not None:
+            self.catalog.close(clean=False)
 
 
 def build_stack(
@@ -126,51 +147,78 @@ def build_stack(
     seams: Seams,
 ) -> Stack:
     """Open every tier for blocks of this layout. ConfigError where a tier holds no block, or does not fit."""
+    width, digest = symbol_nbytes(settings.block_tokens), namespace_digest(settings)
+    opened = open_tiers(settings, layout, epoch, directory, seams, width, digest)
+    try:
+        planner = make_planner(settings, opened.specs, width, epoch, digest)
+        if opened.catalog is not None:
+            planner.restore(opened.catalog.recovered)
+        mover = make_mover(settings, opened, epoch, deliver, _key_tier(settings, width))
+    except BaseException:
+        opened.close()
+        raise
+    reason = opened.catalog.recovered.reason if opened.catalog is not None else ""
+    memory = Memory(layout, opened.tiers[0])
+    return Stack(layout, opened.tiers, opened.specs, planner, mover, opened.catalog, memory, reason)
+
+
+def open_tiers(
+    settings: Settings,
+    layout: KVLayout,
+    epoch: bytes,
+    directory: StoreDirectory | None,
+    seams: Seams,
+    symbol_width: int,
+    ident_digest: bytes,
+) -> OpenTiers:
+    """Open every tier. symbol_width: bytes of a symbol. ident_digest: what the idents of blocks are rooted in, beside
+    the epoch. ConfigError as `build_stack`."""
     nvme = nvme_of(settings)
-    width = symbol_nbytes(settings.block_tokens)
     capacities = [_capacity(tier, layout) for tier in settings.tiers]
-    catalog: Catalog | None = None
-    opened: list[SlotTier] = []
-    threads = nvme.threads if nvme is not None else 1
+    opened = OpenTiers([], [], None)
     try:
         if nvme is not None and directory is not None:
             manifest = Manifest(
                 layout=layout.to_dict(),
                 block_nbytes=layout.block_nbytes,
-                namespace=_digest(settings).hex(),
+                namespace=namespace_digest(settings).hex(),
                 epoch=epoch,
                 block_tokens=settings.block_tokens,
-                symbol_nbytes=width,
+                symbol_nbytes=symbol_width,
                 fingerprint=str(settings.namespace or ""),
             )
-            root = root_ident(_digest(settings), epoch)
-            catalog = Catalog.open(
+            root = root_ident(ident_digest, epoch)
+            opened.catalog = Catalog.open(
                 directory, manifest, capacities[-1], durability=nvme.durability, root_ident=root, ops=seams.file_ops
             )
         for tier, capacity in zip(settings.tiers, capacities, strict=True):
-            each = _open_tier(tier, capacity, layout, directory, catalog, seams.file_ops)
-            opened.append(each if seams.wrap_tier is None else seams.wrap_tier(each))
-        specs = _specs(settings, opened, layout)
-        planner = _make_planner(settings, specs, width, epoch, nvme)
-        if catalog is not None:
-            planner.restore(catalog.recovered)
-        mover = Mover(
-            opened,
-            deliver,
-            catalog=catalog,
-            epoch=epoch,
-            memory_threads=MEMORY_THREADS,
-            io_threads=threads,
-            keys=_key_tier(settings, width),
-        )
+            each = _open_tier(tier, capacity, layout, directory, opened.catalog, seams.file_ops)
+            opened.tiers.append(each if seams.wrap_tier is None else seams.wrap_tier(each))
+        opened.specs = _specs(settings, opened.tiers, layout)
     except BaseException:
-        for each in opened:
-            each.close()
-        if catalog is not None:
-            catalog.close(clean=False)
+        opened.close()
         raise
-    reason = catalog.recovered.reason if catalog is not None else ""
-    return Stack(layout, opened, specs, planner, mover, catalog, Memory(layout, opened[0]), reason)
+    return opened
+
+
+def make_mover(
+    settings: Settings,
+    opened: OpenTiers,
+    epoch: bytes,
+    deliver: Callable[[PlannerMessage], None],
+    keys: KeyTierSpec | None = None,
+) -> Mover:
+    """A mover over these tiers; it closes them. OSError where a thread cannot be started."""
+    nvme = nvme_of(settings)
+    return Mover(
+        opened.tiers,
+        deliver,
+        catalog=opened.catalog,
+        epoch=epoch,
+        memory_threads=MEMORY_THREADS,
+        io_threads=nvme.threads if nvme is not None else 1,
+        keys=keys,
+    )
 
 
 def _specs(settings: Settings, opened: Sequence[SlotTier], layout: KVLayout) -> list[LevelSpec]:
@@ -190,7 +238,7 @@ def _specs(settings: Settings, opened: Sequence[SlotTier], layout: KVLayout) -> 
 
 def _key_tier(settings: Settings, width: int) -> KeyTierSpec | None:
     remote = settings.remote
-    return None if remote is None else KeyTierSpec(remote.tier, _digest(settings), width, remote.threads)
+    return None if remote is None else KeyTierSpec(remote.tier, namespace_digest(settings), width, remote.threads)
 
 
 def _remote_limits(settings: Settings) -> RemoteLimits | None:
@@ -208,15 +256,18 @@ def _remote_limits(settings: Settings) -> RemoteLimits | None:
     )
 
 
-def _make_planner(settings: Settings, specs: list[LevelSpec], width: int, epoch: bytes, nvme: NVMe | None) -> Planner:
-    limits = Limits()
+def make_planner(
+    settings: Settings, specs: Sequence[LevelSpec], symbol_width: int, epoch: bytes, ident_digest: bytes
+) -> Planner:
+    """A planner over these levels, as the settings have it; it holds nothing yet."""
+    nvme, limits = nvme_of(settings), Limits()
     if nvme is not None:
         limits = Limits(read_deadline_s=nvme.read_deadline_s, write_deadline_s=nvme.write_deadline_s)
     return Planner(
         specs,
-        width,
+        symbol_width,
         make_policy(settings.policy),
-        namespace_digest=_digest(settings),
+        namespace_digest=ident_digest,
         epoch=epoch,
         exclusive=settings.exclusive,
         write_after_s=nvme.write_after_s if nvme is not None else None,
@@ -227,7 +278,8 @@ def _make_planner(settings: Settings, specs: list[LevelSpec], width: int, epoch:
     )
 
 
-def _digest(settings: Settings) -> bytes:
+def namespace_digest(settings: Settings) -> bytes:
+    """What stands for the namespace; zeros where there is none."""
     return settings.namespace.digest if settings.namespace is not None else _NO_NAMESPACE
 
 

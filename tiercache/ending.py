@@ -54,7 +54,7 @@ def stop(link: Link, directory: StoreDirectory | None, timeout: float) -> bool:
         link.end_everything()
     if directory is not None:
         if stack is not None and stack.mover.left_open:
-            close_later(stack, directory)
+            close_later(stack.mover, stack.tiers, directory)
         else:
             directory.close()
     return complete

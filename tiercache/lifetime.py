@@ -7,10 +7,12 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
-from tiercache.assembly import Stack
 from tiercache.directory import StoreDirectory
+from tiercache.mover import Mover
+from tiercache.tiers.base import SlotTier
 
 __all__ = ["Forkable", "close_later", "forget_forks", "watch_forks"]
 
@@ -51,20 +53,20 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def close_later(stack: Stack, directory: StoreDirectory) -> None:
-    """A thread hung in a tier when the cache was closed: close that tier and the directory once it has returned."""
-    thread = threading.Thread(target=_close, args=(stack, directory), name="tiercache-last", daemon=True)
+def close_later(mover: Mover, tiers: Sequence[SlotTier], directory: StoreDirectory) -> None:
+    """A thread hung in a tier when the mover was closed: close that tier and the directory once it has returned."""
+    thread = threading.Thread(target=_close, args=(mover, tiers, directory), name="tiercache-last", daemon=True)
     try:
         thread.start()
     except RuntimeError:
         _log.warning("%s: no thread can wait for the hung one: locked until this process ends", directory.path)
 
 
-def _close(stack: Stack, directory: StoreDirectory) -> None:
+def _close(mover: Mover, tiers: Sequence[SlotTier], directory: StoreDirectory) -> None:
     until = time.monotonic() + _LONGEST_HANG_S
-    while stack.mover.hung_levels() and time.monotonic() < until:
+    while mover.hung_levels() and time.monotonic() < until:
         time.sleep(_LOOK_S)
-    if not stack.mover.hung_levels():
-        for level in stack.mover.left_open:
-            stack.tiers[level].close()
+    if not mover.hung_levels():
+        for level in mover.left_open:
+            tiers[level].close()
         directory.close()

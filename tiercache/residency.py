@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercache.arrays import as_index, counting, each_once, present
+from tiercache.arrays import as_index, counting, each_once, present, stretches_of
 from tiercache.expiry import Expiry
 from tiercache.index import ABSENT, Leaving, Node, Path, PrefixIndex
 from tiercache.keys import INT32_MIN
@@ -70,6 +70,14 @@ class Residency:
         table.owner[where] = node.id
         table.pos[where] = counting(at, at + n)
         self._count(node, level, n)
+
+    def place_on(self, path: Path, positions: NDArray[np.int64], slots: Slots, level: int = 0) -> None:
+        """Give the blocks at these path positions (ascending) their slots of `level` (they had none there)."""
+        starts = path.starts()
+        node_of = np.searchsorted(starts, positions, side="right") - 1
+        for begin, end in stretches_of(positions, node_of):
+            node = path.nodes[int(node_of[begin])]
+            self.place(node, int(positions[begin] - starts[node_of[begin]]), level, slots[begin:end])
 
     def unplace(self, node: Node, begin: int, end: int, level: int) -> Slots:
         """Take the slots of blocks `[begin, end)` in `level` away from the run and return them. They are not freed."""

@@ -125,6 +125,8 @@ class Bench:
         self.running: dict[int, Running] = {}
         self.rows: dict[int, list] = {}
         """Caller rows by endpoint: what a store brings, or what a load has put there."""
+        self.starts: dict[int, int] = {}
+        """The first block that each load brings."""
         self.loads: dict[int, tuple] = {}
         """Loads that are not over: (load, tokens it was asked for)."""
         self.announced: set[int] = set()
@@ -205,14 +207,16 @@ class Bench:
             self.deliver(plan.job)
         return plan
 
-    def load(self, prompt, want=None, out=False):
+    def load(self, prompt, want=None, out=False, start=0):
         symbols, n = self.encode(prompt)
         want = n if want is None else want
+        start = start if out else 0
         endpoint = next(self._endpoints) if out else 0
         self.rows[endpoint] = [GARBAGE] * want
-        before = set(self.where()) if self.planner.finds is not None else None
-        load = self.planner.plan_load(symbols, want, self.epoch, self.now, endpoint, prompt_blocks=n)
+        before = set(self.alive()) if self.planner.finds is not None else None
+        load = self.planner.plan_load(symbols, want, self.epoch, self.now, endpoint, n, start)
         self.loads[load.id] = (load, self.tokens_of(prompt))
+        self.starts[load.id] = start
         for key in set() if before is None else set(self.where()) - before:  # fetched: nothing was ever said of them
             self.ends.pop(key, None)
             self.priorities.pop(key, None)
@@ -617,7 +621,13 @@ class Bench:
             assert load.id in self.announced, f"load {load.id} is done and nobody was told"
             got = self.rows[load.endpoint] if load.endpoint else [self.content[0][slot] for slot in load.slots.tolist()]
             assert load.endpoint or len(load.slots) == load.blocks
-            assert got[: load.blocks] == tokens[: load.blocks], f"load {load.id} holds {got}, asked for {tokens}"
+            start = self.starts[load.id]
+            assert got[start : load.blocks] == tokens[start : load.blocks], (
+                f"load {load.id} holds {got}, asked for {tokens}"
+            )
+            assert all(each is GARBAGE for each in got[: min(start, load.blocks)]), (
+                f"load {load.id} wrote before {start}"
+            )
 
     def _check_bounds(self):
         limits, levels = self.limits, range(len(self.specs))

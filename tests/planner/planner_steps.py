@@ -138,7 +138,7 @@ class Steps:
         bench, in_flight = self.bench, self.rng.randint(0, 6)
         prompt = self.any_prompt()
         bench.now += 0.25
-        load = bench.load(prompt, None, self.rng.choice([True, False]))
+        load = bench.load(prompt, None, self.rng.choice([True, False]), self.rng.choice([0, 0, 1]))
         self.check_store(prompt, load.blocks)
         bench.tend()
         self.deliver_but(in_flight)
@@ -186,7 +186,7 @@ class Steps:
         prompt = self.any_prompt()
         found = self.bench.lookup(prompt)
         want = max(0, len(prompt) - self.rng.choice([0, 0, 0, 1, 3]))
-        load = self.bench.load(prompt, want, self.rng.choice([True, False]))
+        load = self.bench.load(prompt, want, self.rng.choice([True, False]), self.rng.choice([0, 0, want // 2]))
         assert load.blocks <= min(found.blocks, want)
 
     def release_load(self):

@@ -74,7 +74,7 @@ class RemoteSteps(Steps):
         prompt = self.prompts[-1] + self.rng.choice(["", "", "ab"])
         bench.now += self.rng.choice([0.1, 3.0])
         bench.asked(prompt)
-        load = bench.load(prompt, None, self.rng.choice([False, False, True]))
+        load = bench.load(prompt, None, self.rng.choice([False, False, True]), self.rng.choice([0, 0, 1, 2]))
         if self.rng.choice([True, False]):
             self.check_store(prompt, load.blocks)
         if self.rng.choice([True, True, False]):

@@ -423,3 +423,22 @@ def test_full_of_uncopied_blocks_at_every_level_still_takes_stores():
         assert bench.lookup(prompt).blocks == 2
     assert bench.planner.level_counters()[1].dropped_in_place > 0
     bench.finish()
+
+
+def test_a_load_into_rows_leaves_out_the_blocks_that_the_caller_has():
+    bench = Bench(dram(4), nvme(8))
+    on_nvme(bench, "abcdefgh")
+    load = bench.load("abcdefgh", out=True, start=3)
+    assert load.by_level == (4, 1)
+    assert sorted(row for job in bench.jobs("load") for row in job.dst_slots.tolist()) == [3, 4, 5, 6, 7]
+    bench.deliver_all()
+    assert load.done and load.blocks == 8
+    bench.finish()
+
+
+def test_a_load_of_what_lies_behind_all_that_is_there_is_empty():
+    bench = Bench(dram(4))
+    bench.stored("ab")
+    load = bench.load("abcd", out=True, start=2)
+    assert load.done and load.blocks == 0 and load.by_level == (0,)
+    bench.finish()

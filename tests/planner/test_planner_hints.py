@@ -319,7 +319,7 @@ def test_pins_end_by_themselves_and_those_that_were_ended_keep_no_memory():
     bench.check()
     for _ in range(100):
         bench.unpin(bench.pin("ab", ttl=1e9))
-    assert len(bench.planner._pin_ends) <= 10 and bench.state.credits[0].held == 0
+    assert len(bench.planner.pins._ends) <= 10 and bench.state.credits[0].held == 0
     longer = bench.pin("ab", ttl=1e9)
     for _ in range(100):
         bench.unpin(bench.pin("ab", ttl=1e9))

@@ -147,6 +147,17 @@ class RunningJob:
             self.broken = True
             self.reason = "memory" if short else self.reason or "io"
 
+    def call_off(self) -> bool:
+        """Nothing of this job counts as arrived, whatever its threads still do. True when none is in it, and the
+        caller settles and delivers it."""
+        with self.lock:
+            if self.ended or self.cancelled:
+                return False
+            self.broken = True
+            self.reason = self.reason or "cancelled"
+            self.ended = self._active == 0
+            return self.ended
+
     # -- the end of waiting -----------------------------------------------------------------------------------------
 
     def enter_copy(self) -> OutsideRows | Literal[False] | None:

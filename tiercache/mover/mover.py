@@ -196,6 +196,23 @@ class Mover:
         else:
             self._enqueue(running)
 
+    def call_off(self, jobs: Sequence[int], patience_s: float) -> int:
+        """The rows that these jobs (stores) read are about to change. Wait for their copies, all together at most
+        `patience_s`; none of a job that is not over by then counts as arrived. Returns how many were called off.
+
+        A thread may still read afterwards, what it read is thrown away. Jobs that are over are ignored.
+        """
+        with self._idle:
+            mine = [self._live[job] for job in jobs if job in self._live]
+            if mine:
+                self._idle.wait_for(lambda: all(self._live.get(each.job.id) is not each for each in mine), patience_s)
+                mine = [each for each in mine if self._live.get(each.job.id) is each]
+        for running in mine:
+            if running.call_off():
+                self._queues[running.level].remove(running)
+                self._finish(running)
+        return len(mine)
+
     def _start(self, running: RunningJob) -> None:
         """End a job's delay."""
         if running.release():
@@ -294,8 +311,7 @@ class Mover:
         with self._idle:
             if self._live.get(running.job.id) is running:
                 del self._live[running.job.id]
-            if not self._live:
-                self._idle.notify_all()
+            self._idle.notify_all()
 
     def _announce(self, running: RunningJob) -> None:
         """Deliver JobOverdue: from here on nothing touches the job's destination or the caller's rows."""

@@ -6,8 +6,6 @@ mover must do collects in the outbox (`take_messages`); what the mover reports g
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,6 +23,7 @@ from tiercache.planner.finds import Finds
 from tiercache.planner.hinting import Hinting
 from tiercache.planner.loads import Load, Loads
 from tiercache.planner.offer import Offers
+from tiercache.planner.pins import Pins
 from tiercache.planner.quota import Quota
 from tiercache.planner.reach import reach, reach_further
 from tiercache.planner.recovery import restore
@@ -118,9 +117,7 @@ class Planner:
         self.loads = Loads(self.state, self.demotion, self.quota)
         self.stores = Stores(self.state, self.demotion, self.quota)
         self.hinting = Hinting(self.state, self.demotion)
-        self._pin_ends: list[tuple[float, int, list[tuple[int, Slots]]]] = []
-        """A heap of the pins that end by themselves: when, a number, what `unpin` takes."""
-        self._pins = itertools.count()
+        self.pins = Pins(self.state)
         self.results = Results(self.state, self.loads, self.demotion, self.finds)
         self.offers = Offers(self.state, measures)
 
@@ -170,9 +167,17 @@ class Planner:
     # -- verbs --------------------------------------------------------------------------------------------------
 
     def plan_load(
-        self, symbols: bytes, want: int, epoch: bytes, now: float, endpoint: int = 0, prompt_blocks: int | None = 0
+        self,
+        symbols: bytes,
+        want: int,
+        epoch: bytes,
+        now: float,
+        endpoint: int = 0,
+        prompt_blocks: int | None = 0,
+        start: int = 0,
     ) -> Load:
-        """Bring up to `want` leading blocks to level 0, or into the caller rows `endpoint`; touches the path.
+        """Bring up to `want` leading blocks to level 0, or into the caller rows `endpoint`; touches the path. There
+        the first `start` are left out: the caller has them (`Load.blocks` counts them, unless nothing is brought).
 
         prompt_blocks: all blocks of the prompt, where it has more (the request will bring the rest); None: this use was
         counted already.
@@ -180,11 +185,11 @@ class Planner:
         self._begin(now)
         walk = self._walk(symbols, want, epoch)
         if self.finds is None or epoch != self.state.epoch:
-            known, load = None, self.loads.plan(walk.path, want, endpoint)
+            known, load = None, self.loads.plan(walk.path, want, endpoint, start=start)
         else:
             known = walk.blocks
             more = self.finds.known(symbols, known, want) if known < want else 0
-            load = self.loads.plan(walk.path, want, endpoint, symbols, more)
+            load = self.loads.plan(walk.path, want, endpoint, symbols, more, start)
         if load.blocks and prompt_blocks is not None:
             self.uses.note(walk.path.shorten(load.blocks), max(0, prompt_blocks - load.blocks), known)
             if self.quota is not None:
@@ -288,36 +293,12 @@ class Planner:
         until: wall-clock seconds at which the hold ends by itself.
         """
         self._begin(now)
-        state, residency = self.state, self.state.residency
-        gathered = residency.index.gather(self._walk(symbols, n, epoch).path)
-        best = residency.best_level(residency.states(gathered), state.online_levels())
-        held = []
-        for level in range(residency.levels):
-            slots = gathered[level, best == level].astype(np.int32)
-            slots = slots[: state.may_hold(level, slots)]
-            if len(slots):
-                state.hold(level, slots)
-                held.append((level, slots))
-        self.state.pinned.extend(held)
-        if held and until < np.inf:
-            heapq.heappush(self._pin_ends, (until, next(self._pins), held))
-        return held
+        return self.pins.take(self._walk(symbols, n, epoch).path, until)
 
     def unpin(self, held: Sequence[tuple[int, Slots]], now: float) -> None:
         """End a hold of `pin`. A second time does nothing."""
         self._begin(now)
-        self._unpin(held)
-
-    def _unpin(self, held: Sequence[tuple[int, Slots]]) -> None:
-        mine = {id(slots) for _, slots in held}
-        ended = [each for each in self.state.pinned if id(each[1]) in mine]
-        self.state.pinned = [each for each in self.state.pinned if id(each[1]) not in mine]
-        for level, slots in ended:
-            self.state.let_go(level, slots)
-        if len(self._pin_ends) > 2 * len(self.state.pinned) + 8:  # most were ended before their time
-            open_pins = {id(slots) for _, slots in self.state.pinned}
-            self._pin_ends = [each for each in self._pin_ends if id(each[2][0][1]) in open_pins]
-            heapq.heapify(self._pin_ends)
+        self.pins.end(held)
 
     def invalidate(self, symbols: bytes, n: int, now: float) -> int:
         """Drop the last block of this prefix and all that continues it (n = 0: everything). Returns blocks dropped.
@@ -456,8 +437,7 @@ class Planner:
         self.state.now = now
         if now >= self.state.residency.expiry.next:
             self.hinting.expire()
-        while self._pin_ends and self._pin_ends[0][0] <= now:
-            self._unpin(heapq.heappop(self._pin_ends)[2])
+        self.pins.end_due()
 
     def _alive(self, walk: Walk) -> Walk:
         """The same walk, as far as nothing on it has ended by now."""

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.arrays import present
 from tiercache.types import Idents, Slots
 
-__all__ = ["Load", "Segment"]
+__all__ = ["Load", "Segment", "filled_slots"]
 
 
 @dataclass(slots=True, eq=False)
@@ -51,3 +55,12 @@ class Load:
     """Of the prompt, where some of it comes from a key tier."""
     joins: bool = False
     """Has it, or had it, segments that wait for another load to fill their source?"""
+
+
+def filled_slots(load: Load, dst: NDArray[np.int32], also: tuple[int, Slots] | None) -> NDArray[np.int32]:
+    """Slots of level 0 that a copy to these ends fills."""
+    if not load.endpoint:
+        return dst
+    if also is not None and also[0] == 0:
+        return present(also[1])
+    return np.empty(0, dtype=np.int32)

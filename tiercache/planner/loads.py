@@ -12,7 +12,7 @@ from tiercache.arrays import as_index, count_levels, counting, first_false, firs
 from tiercache.index import Path
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.fetches import Fetches, source_slots
-from tiercache.planner.load import Load, Segment
+from tiercache.planner.load import Load, Segment, filled_slots
 from tiercache.planner.quota import Quota
 from tiercache.planner.state import Flight, PlannerState
 from tiercache.slots import RESIDENT, WRITING
@@ -40,8 +40,11 @@ class Loads:
 
     # -- planning -----------------------------------------------------------------------------------------------
 
-    def plan(self, path: Path, want: int, endpoint: int, symbols: bytes = b"", more: int = 0) -> Load:
-        """Start bringing the readable blocks among the first `want` of `path`. Mutates: slots, pins, outbox.
+    def plan(self, path: Path, want: int, endpoint: int, symbols: bytes = b"", more: int = 0, start: int = 0) -> Load:
+        """Start bringing the readable blocks among `[start, want)` of `path`. Mutates: slots, pins, outbox.
+
+        start: above 0 only into the caller's rows, of which those before it are not touched. Nothing behind a hole
+        is brought, also where the hole is before it.
 
         symbols: of the prompt, where there is a key tier. more: blocks of it after the path to fetch from there; those
         that get slots are added to the path. The load may be shorter than wanted, also empty; it may be done at once.
@@ -56,19 +59,21 @@ class Loads:
             n += more
             gathered = np.concatenate((gathered, np.full((residency.levels, more), -1, dtype=np.int32)), axis=1)
             best = np.concatenate((best, np.full(more, residency.levels, dtype=np.int8)))
-        refused = len(self._queue) >= state.limits.queued_loads
+        refused = not self.has_room()
         if refused:
             state.totals.loads_refused += 1
             n = 0
         if not endpoint and not state.online(0):
             n = 0
+        if n <= start:
+            start = n = 0
         if endpoint:
-            load = self._to_caller(path, gathered, best, n, endpoint, symbols)
+            load = self._to_caller(path, gathered, best, (start, n), endpoint, symbols)
         else:
             load = self._to_level(path, gathered, best, n, symbols)
         state.totals.loads += 1
         state.totals.loads_cut += int(load.blocks < want)
-        load.by_level = count_levels(best[: load.blocks], len(state.counters))
+        load.by_level = count_levels(best[start : load.blocks], len(state.counters))
         for level, count in enumerate(load.by_level):
             state.counters[level].hits += count
         self.open[load.id] = load
@@ -77,6 +82,10 @@ class Loads:
             self.pump()
         self._settle(load)
         return load
+
+    def has_room(self) -> bool:
+        """Is another load queued, or are there too many?"""
+        return len(self._queue) < self.state.limits.queued_loads
 
     def sources(self, path: Path, gathered: NDArray[np.int32], rows: bool) -> NDArray[np.int8]:
         """The level that each block comes from, -1: from none. What is being fetched from the key tier comes from
@@ -133,7 +142,7 @@ class Loads:
             if n > path.blocks:
                 self.fetches.grow(path, symbols, self.fetches.idents(path, symbols, n - path.blocks))
             gathered[0, need] = fresh
-            self._place(path, need, fresh)
+            residency.place_on(path, need, fresh)
         slots = gathered[0, :n].copy()
         load = Load(next(self._ids), n, 0, slots, state.epoch, symbols=symbols)
         if n == 0:
@@ -159,58 +168,59 @@ class Loads:
                 self.open[other].joiners.append(load)
 
     def _to_caller(
-        self, path: Path, gathered: NDArray[np.int32], best: NDArray[np.int8], n: int, endpoint: int, symbols: bytes
+        self,
+        path: Path,
+        gathered: NDArray[np.int32],
+        best: NDArray[np.int8],
+        part: tuple[int, int],
+        endpoint: int,
+        symbols: bytes,
     ) -> Load:
-        """Into the caller's rows; blocks from a persistent level also into the level above it where it is easy, blocks
-        from the key tier also into the slowest level in memory as far as the quota allows."""
+        """Blocks `part` of the path into the caller's rows; blocks from a persistent level also into the level above it
+        where it is easy, those from the key tier also into the slowest level in memory as far as the quota allows."""
         state, residency = self.state, self.state.residency
+        start, n = part
         load = Load(next(self._ids), n, endpoint, np.empty(0, dtype=np.int32), state.epoch, symbols=symbols)
         if n == 0:
             return load
         known, idents = path.blocks, path.idents()[:n]
         if n > known:
             idents = np.concatenate((idents, self.fetches.idents(path, symbols, n - known)))
-        rows = counting(0, n)
+        rows = counting(start, n)
         also_rows = np.full(n, -1, dtype=np.int32)
         last = residency.levels - 1
         upper = last - 1
         if last > 0 and state.specs[last].persistent and state.online(upper):
             here = min(n, known)
             wanted = true_at((best[:here] == last) & (gathered[upper, :here] < 0) & ~self._cold(path, here))
+            wanted = wanted[wanted >= start]
             wanted = wanted[: state.job_room(CALLER, upper)]
             if len(wanted):
                 with state.keep(gathered):
                     wanted = wanted[: self.demotion.room.free(upper, len(wanted))]
             if len(wanted):
                 also_rows[wanted] = residency.tables[upper].take(len(wanted))
-                self._place(path, wanted, also_rows[wanted], upper)
-        if n > known:
+                residency.place_on(path, wanted, also_rows[wanted], upper)
+        if n > known >= start:
             upper = state.memory_level
             with state.keep(gathered):
                 slots = self.fetches.take(upper, n - known)
             if len(slots):
                 also_rows[known : known + len(slots)] = slots
                 self.fetches.grow(path, symbols, idents[known : known + len(slots)])
-                self._place(path, np.arange(known, known + len(slots)), slots, upper)
-        for begin, end in stretches_of(rows, best[:n]):
-            source, at = int(best[begin]), slice(begin, end)
+                residency.place_on(path, np.arange(known, known + len(slots)), slots, upper)
+        for begin, end in stretches_of(rows, best[start:n]):
+            first, at = start + begin, slice(start + begin, start + end)
+            source = int(best[first])
             also = (upper, also_rows[at]) if source >= last and (also_rows[at] >= 0).any() else None
-            self._add_segment(load, source, source_slots(gathered, source, at), rows[at], idents[at], begin, also)
+            slots = source_slots(gathered, source, at)
+            self._add_segment(load, source, slots, rows[begin:end], idents[at], first, also)
         return load
 
     def _cold(self, path: Path, n: int) -> Bools:
         """Per block: does it belong into the slow tiers only?"""
         hints = path.shorten(n).hints() if self.state.any_cold else None
         return np.zeros(n, dtype=np.bool_) if hints is None else np.asarray(hints["priority"] == COLD)
-
-    def _place(self, path: Path, positions: NDArray[np.int64], slots: Slots, level: int = 0) -> None:
-        """Give the blocks at these path positions (ascending) their slots."""
-        starts = path.starts()
-        node_of = np.searchsorted(starts, positions, side="right") - 1
-        for begin, end in stretches_of(positions, node_of):
-            node = path.nodes[int(node_of[begin])]
-            at = int(positions[begin] - starts[node_of[begin]])
-            self.state.residency.place(node, at, level, slots[begin:end])
 
     def _add_segment(
         self,
@@ -230,7 +240,7 @@ class Loads:
             self.state.residency.pin(source, src.astype(np.int32))
         if also is not None:
             self.state.residency.pin(also[0], present(also[1]))
-        self._filling[as_index(_filled(load, dst, also))] = load.id
+        self._filling[as_index(filled_slots(load, dst, also))] = load.id
         for i in range(0, len(src), step):
             part = slice(i, i + step)
             self.state.credits[source].queued += len(src[part])
@@ -311,7 +321,7 @@ class Loads:
             symbols=load.symbols if segment.source == len(self.state.specs) else None,
         )
         self._wait_for(load, job)
-        filled = _filled(load, segment.dst, segment.also)
+        filled = filled_slots(load, segment.dst, segment.also)
         self._filling[as_index(filled)] = 0
         for other in load.joiners:
             if not other.done and np.isin(other.slots, filled).any():
@@ -343,7 +353,7 @@ class Loads:
             room.lose_copies(0, segment.dst)
         if segment.also is not None:
             room.lose_copies(segment.also[0], present(segment.also[1]))
-        self._filling[as_index(_filled(load, segment.dst, segment.also))] = 0
+        self._filling[as_index(filled_slots(load, segment.dst, segment.also))] = 0
         self._unpin_segment(segment)
 
     def _wait_for(self, load: Load, job: int) -> None:
@@ -421,12 +431,3 @@ class Loads:
             if self._settle(load):
                 ended.append(load)
         return ended
-
-
-def _filled(load: Load, dst: NDArray[np.int32], also: tuple[int, Slots] | None) -> NDArray[np.int32]:
-    """Slots of level 0 that a copy to these ends fills."""
-    if not load.endpoint:
-        return dst
-    if also is not None and also[0] == 0:
-        return present(also[1])
-    return np.empty(0, dtype=np.int32)

@@ -1,0 +1,177 @@
+"""What an operator writes into vLLM's `kv_connector_extra_config`, as settings of one rank.
+
+Sizes are per engine as a whole: they are divided over data-parallel engines and over the ranks of each. Files of a rank
+lie in `<path>/dp<engine>/rank<rank>`, what belongs to the whole engine in `<path>/dp<engine>`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from tiercache.assembly import Seams
+from tiercache.config import DRAM, HBM, NVMe, Settings, format_size, load_config, ram_nbytes
+from tiercache.config_memory import check_memory
+from tiercache.errors import ConfigError
+
+__all__ = ["EngineSettings", "read_settings"]
+
+_log = logging.getLogger("tiercache.vllm")
+_WHERE = "kv_connector_extra_config"
+_OWN = ("config", "namespace", "engines", "seams", "lora")
+_REFUSED = {
+    "layout": "the engine's own is used",
+    "block_tokens": "the engine's --block-size is used",
+    "epoch": "the engine's resets make epochs",
+    "remote": "remote tiers are not available in this version",
+}
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of one engine, as each of its ranks needs them."""
+
+    settings: Settings
+    """Of one rank: sizes are its share. `directory` gives its place."""
+    ranks: int
+    engine: int
+    """Number of this data-parallel engine."""
+    loads: bool
+    """False for a kv_producer, and where the kill switch turns them off."""
+    stores: bool
+    overlaps: bool
+    """The engine schedules a step before the output of the one before was taken over."""
+    named: str | None
+    """The operator's own name of model and weights, instead of a fingerprint."""
+    seams: Seams
+
+    @property
+    def directory(self) -> Path | None:
+        """What belongs to the whole engine; None where nothing persists."""
+        nvme = next((tier for tier in self.settings.tiers if isinstance(tier, NVMe)), None)
+        return None if nvme is None else nvme.directory / f"dp{self.engine}"
+
+    def of_rank(self, rank: int) -> Settings:
+        """The settings of this rank: its files have a folder of their own."""
+        folder = self.directory
+        if folder is None:
+            return self.settings
+        tiers = [
+            replace(tier, path=folder / f"rank{rank}") if isinstance(tier, NVMe) else tier
+            for tier in self.settings.tiers
+        ]
+        return replace(self.settings, tiers=tuple(tiers))
+
+
+def read_settings(vllm_config: Any) -> EngineSettings:
+    """Read the connector's configuration. ConfigError names the field, its value, and the remedy.
+
+    Logs loudly where `kv_load_failure_policy` makes an engine fail requests that it could recompute.
+    """
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    extra = dict(transfer.kv_connector_extra_config or {})
+    settings = _settings(extra)
+    engine, engines = _engines(extra, parallel)
+    ranks = int(parallel.world_size)
+    check_memory(ram_nbytes(settings.tiers))
+    _warn_of_policy(transfer)
+    role = str(transfer.kv_role)
+    return EngineSettings(
+        settings=replace(settings, tiers=_shares(settings, engines * ranks), block_tokens=_block_tokens(vllm_config)),
+        ranks=ranks,
+        engine=engine,
+        loads=role in ("kv_both", "kv_consumer") and settings.loads_enabled,
+        stores=role in ("kv_both", "kv_producer") and settings.stores_enabled,
+        overlaps=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
+        named=_text(extra, "namespace"),
+        seams=_seams(_text(extra, "seams")),
+    )
+
+
+def _settings(extra: Mapping[str, Any]) -> Settings:
+    own = {name: value for name, value in extra.items() if name not in _OWN}
+    for name, why in _REFUSED.items():
+        if name in own:
+            raise ConfigError(f"{_WHERE}.{name}", own[name], f"leave it out: {why}")
+    if "config" in extra:
+        if own:
+            raise ConfigError(f"{_WHERE}.{sorted(own)[0]}", own[sorted(own)[0]], "put it into the file `config` names")
+        settings = load_config(_text(extra, "config") or "")
+    elif "tiers" not in own:
+        raise ConfigError(f"{_WHERE}.tiers", None, 'a list is needed, such as ["dram:64GiB", "nvme:/mnt/kv:1TiB"]')
+    else:
+        settings = load_config(own)
+    if settings.layout is not None or settings.epoch is not None or settings.remote is not None:
+        raise ConfigError(f"{_WHERE}.config", extra.get("config"), f"leave out {', '.join(_REFUSED)}")
+    if not any(isinstance(tier, DRAM) for tier in settings.tiers):
+        raise ConfigError(f"{_WHERE}.tiers", own.get("tiers"), "a DRAM tier is needed, such as dram:64GiB")
+    if any(isinstance(tier, HBM) for tier in settings.tiers):
+        raise ConfigError(f"{_WHERE}.tiers", own.get("tiers"), "leave out hbm: that is the engine's own memory")
+    return settings
+
+
+def _shares(settings: Settings, parts: int) -> tuple[DRAM | NVMe, ...]:
+    """The tiers with one of `parts` equal shares of their sizes."""
+    shares = []
+    for tier in settings.tiers:
+        share = tier.size_nbytes // parts
+        if share < 1:
+            remedy = f"{parts} ranks share it: make it larger"
+            raise ConfigError(f"{type(tier).__name__}.size", format_size(tier.size_nbytes), remedy)
+        shares.append(replace(cast("DRAM | NVMe", tier), size=share))
+    return tuple(shares)
+
+
+def _engines(extra: Mapping[str, Any], parallel: Any) -> tuple[int, int]:
+    """The number of this data-parallel engine, and how many there are.
+
+    To an engine of a dense model vLLM says which one it is, but not among how many: the operator has to.
+    """
+    engine = int(getattr(parallel, "data_parallel_index", None) or getattr(parallel, "data_parallel_rank", None) or 0)
+    told = extra.get("engines")
+    if told is not None and (not isinstance(told, int) or isinstance(told, bool) or told < 1):
+        raise ConfigError(f"{_WHERE}.engines", told, "the number of data-parallel engines on this machine is needed")
+    engines = max(int(parallel.data_parallel_size), told or 1)
+    if engine >= engines:
+        remedy = f"write the number of data-parallel engines (at least {engine + 1}): they share the sizes"
+        raise ConfigError(f"{_WHERE}.engines", told, remedy)
+    return engine, engines
+
+
+def _block_tokens(vllm_config: Any) -> int:
+    return int(vllm_config.cache_config.block_size)
+
+
+def _text(extra: Mapping[str, Any], name: str) -> str | None:
+    value = extra.get(name)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(f"{_WHERE}.{name}", value, "a text is needed, or leave it out")
+    return value
+
+
+def _seams(name: str | None) -> Seams:
+    """Tests put faulty parts in the place of tiers: `module:function`, which returns Seams."""
+    if name is None:
+        return Seams()
+    module, _, function = name.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{_WHERE}.seams", name, f"module:function is needed ({error})") from None
+    if not isinstance(made, Seams):
+        raise ConfigError(f"{_WHERE}.seams", name, "it must return tiercache.assembly.Seams")
+    return made
+
+
+def _warn_of_policy(transfer: Any) -> None:
+    policy = getattr(transfer, "kv_load_failure_policy", "recompute")
+    if policy != "recompute":
+        _log.warning(
+            'kv_load_failure_policy is "%s": a block that cannot be loaded (a bad disk, a wrong checksum) '
+            'FAILS ITS REQUEST, although it could be recomputed. Set "kv_load_failure_policy": "recompute".',
+            policy,
+        )

@@ -1,0 +1,78 @@
+"""Requests as the scheduler's half follows them: hashes, block tables, and how far their KV is known to be computed."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["RequestState"]
+
+_IN_FLIGHT = "num_in_flight_tokens"
+"""vLLM's own count of scheduled tokens whose output was not taken over (0.32; 0.28 has none)."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request. `request` is the engine's own object: its hashes and counts are read, never written."""
+
+    request: Any
+    table: list[int] = field(default_factory=list)
+    """Engine blocks of the request, from its first."""
+    stored: int = 0
+    """Leading blocks of which nothing is left to store."""
+    retry_at: int = 0
+    """Where a store was cut: the planner's version from which on it is worth another try."""
+    in_flight: deque[tuple[int, int]] = field(default_factory=deque)
+    """(step, tokens) of steps whose output was not processed yet."""
+    most: int | None = None
+    """No more leading blocks than these are offered: a load of the next one failed."""
+    may_store: bool = True
+    """False once its KV may be of other weights than what is stored from now on."""
+    first_step: bool = True
+    local_blocks: int = 0
+    """Blocks that the engine had itself when it last asked."""
+    answer: tuple[int, int, int] = (-1, -1, 0)
+    """(version, tokens the engine has, tokens offered) of the last question."""
+    _symbols: bytes = b""
+    _hashes: int = 0
+
+    @property
+    def hashes(self) -> int:
+        """Full blocks whose hash is known."""
+        return len(self.request.block_hashes)
+
+    def symbols(self) -> bytes:
+        """The hashes of all full blocks, side by side."""
+        known = len(self.request.block_hashes)
+        if known != self._hashes:
+            if known < self._hashes:  # tokens were taken back
+                self._symbols, self._hashes = b"", 0
+            self._symbols += b"".join(self.request.block_hashes[self._hashes :])
+            self._hashes = known
+        return self._symbols
+
+    def scheduled(self, step: int, tokens: int) -> bool:
+        """A step is going to compute this many tokens. False where that is not noted: the engine counts them itself."""
+        if hasattr(self.request, _IN_FLIGHT):
+            return False
+        self.in_flight.append((step, tokens))
+        return True
+
+    def processed_tokens(self, processed_step: int) -> int:
+        """Leading tokens whose KV was computed by steps whose output was taken over: what is still to come may fail.
+
+        An engine counts its computed tokens when it schedules a step, and takes them back after a failure.
+        """
+        tokens: int = self.request.num_computed_tokens
+        counted: int | None = getattr(self.request, _IN_FLIGHT, None)
+        if counted is not None:
+            return tokens - counted
+        while self.in_flight and self.in_flight[0][0] <= processed_step:
+            self.in_flight.popleft()
+        return tokens - sum(each for _, each in self.in_flight)
+
+    def restart(self, table: list[int]) -> None:
+        """It runs from the start, or anew after a preemption, in these blocks."""
+        self.table, self.stored, self.retry_at = table, 0, 0
+        self.first_step = True

@@ -1,0 +1,429 @@
+"""The scheduler's half of the connector: one planner over all ranks of an engine. It decides, and moves no byte.
+
+Called by the engine's scheduler only, from one thread. What was decided goes to the ranks with the next step
+(`orders`), and what they report comes back with its output (`take_report`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tiercache.assembly import make_planner, steady_wall_clock
+from tiercache.directory import read_small, write_durably
+from tiercache.integrations.vllm_config import EngineSettings
+from tiercache.integrations.vllm_messages import Attach, Hello, LoadOrder, StepOrders, StepReport
+from tiercache.integrations.vllm_ranks import RankResults, agree
+from tiercache.integrations.vllm_requests import RequestState
+from tiercache.integrations.vllm_worker import SYMBOL_NBYTES
+from tiercache.planner import Load, Planner
+from tiercache.types import Forget, JobResult, Slots
+
+__all__ = ["SchedulerCounters", "SchedulerSide"]
+
+_log = logging.getLogger("tiercache.vllm")
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """What happened so far. Tokens unless it says otherwise."""
+
+    asked: int = 0
+    """Of prompts that were looked up, past what the engine had itself."""
+    promised: int = 0
+    loaded: int = 0
+    failed: int = 0
+    """Promised, but did not come."""
+    stored: int = 0
+    loads: int = 0
+    stores: int = 0
+    stores_cut: int = 0
+    fenced: int = 0
+    """Stores that a step had to wait for, or that were called off, since it overwrites their blocks."""
+    resets: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _LoadState:
+    """A load for a waiting request."""
+
+    request: str
+    endpoint: int
+    load: Load
+    block_ids: Slots
+    start: int
+    end: int
+    came: int
+    """Where the first block that failed is, `end`: none yet."""
+
+
+class SchedulerSide:
+    """See the module. Until all ranks have introduced themselves it finds nothing and stores nothing."""
+
+    def __init__(
+        self, engine: EngineSettings, ident_digest: bytes, *, clock: Callable[[], float] | None = None
+    ) -> None:
+        """ident_digest: of what makes the engine's KV interchangeable; the same in all ranks."""
+        self.engine = engine
+        self.block_tokens = engine.settings.block_tokens
+        self.counters = SchedulerCounters()
+        self.planner: Planner | None = None
+        self._digest = ident_digest
+        self._clock = clock or steady_wall_clock()
+        self._hellos: dict[int, Hello] = {}
+        self._results = RankResults(engine.ranks)
+        self._requests: dict[str, RequestState] = {}
+        self._loads: dict[str, _LoadState] = {}
+        """Not over yet, by request."""
+        self._open: list[_LoadState] = []
+        """Not closed yet."""
+        self._orders = StepOrders(0)
+        """Of the step to come."""
+        self._step = 0
+        self._reading: dict[int, set[int]] = {}
+        """Engine blocks that stores read: jobs by block."""
+        self._sources: dict[int, list[int]] = {}
+        """Engine blocks by store job."""
+        self._allocated: list[int] = []
+        """Engine blocks handed out since the last step."""
+        self._processed = 0
+        self._endpoints = 0
+        self.version = 0
+        """Changes whenever an answer of the planner may."""
+        self.stale_engine_cache = False
+        """The engine's own prefix cache may hold KV of an epoch before."""
+
+    # -- the start ----------------------------------------------------------------------------------------------
+
+    def take_hello(self, hello: Hello) -> None:
+        """A rank introduces itself; when all have, the planner is there. ConfigError where they do not fit."""
+        if self.planner is not None:
+            return
+        self._hellos[hello.rank] = hello
+        if len(self._hellos) < self.engine.ranks:
+            return
+        known = self._read_epoch()
+        agreed = agree(self._hellos, known)
+        epoch = agreed.epoch or os.urandom(16)
+        self.planner = make_planner(self.engine.settings, agreed.specs, SYMBOL_NBYTES, epoch, self._digest)
+        if agreed.epoch is None or (known is None and self._epoch_path() is not None):
+            epoch = os.urandom(16)
+            self._write_epoch(epoch)
+            self.planner.new_epoch(epoch, self._clock())
+        elif agreed.recovered is not None:
+            self.planner.restore(agreed.recovered)
+            if len(agreed.lacking):
+                self._orders.messages.append(Forget(agreed.lacking))
+        self.version += 1
+        found = self.planner.totals().recovered
+        _log.info("tiercache: %d blocks (%d tokens) are there from before", found, found * self.block_tokens)
+
+    def _epoch_path(self) -> Path | None:
+        return None if self.engine.directory is None else self.engine.directory / "epoch"
+
+    def _read_epoch(self) -> bytes | None:
+        """The engine's epoch, which only this half writes; None where there is none (or it cannot be read)."""
+        path = self._epoch_path()
+        if path is None:
+            return None
+        try:
+            return bytes.fromhex(read_small(path).decode("ascii").strip())
+        except (OSError, ValueError):
+            return None
+
+    def _write_epoch(self, epoch: bytes) -> None:
+        path = self._epoch_path()
+        if path is None:
+            return
+        try:
+            write_durably(path, epoch.hex().encode() + b"\n")
+        except OSError as error:
+            _log.error("%s cannot be written (%s): after a crash, blocks from before this may be found", path, error)
+
+    # -- what the engine asks -----------------------------------------------------------------------------------
+
+    def add(self, request: Any) -> None:
+        """A new request."""
+        self._requests[request.request_id] = RequestState(request)
+
+    def _state(self, request: Any) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            state = self._requests[request.request_id] = RequestState(request)
+        return state
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> int:
+        """Tokens past the first `local_tokens`, which the engine has, that can be loaded now. No side effects but
+        statistics; cheap where nothing changed since it was last asked."""
+        planner, state = self.planner, self._state(request)
+        state.local_blocks = local_tokens // self.block_tokens
+        if planner is None or not self.engine.loads:
+            return 0
+        version, local, tokens = state.answer
+        if version == self.version and local == local_tokens:
+            return tokens
+        again = version >= 0
+        blocks = min(state.hashes, request.num_tokens // self.block_tokens)
+        if state.most is not None:
+            blocks = min(blocks, state.most)
+        tokens = 0
+        if blocks > state.local_blocks and planner.loads.has_room():
+            found = planner.lookup(state.symbols(), blocks, self._clock(), again=again)
+            tokens = max(0, found.blocks * self.block_tokens - local_tokens)
+        if not again:
+            self.counters.asked += max(0, request.num_tokens - local_tokens)
+        state.answer = (self.version, local_tokens, tokens)
+        return tokens
+
+    def allocated(self, request: Any, block_ids: Sequence[int], tokens: int) -> None:
+        """The engine has given the request these blocks (all of its table), and lets us load `tokens` into those after
+        what it has itself."""
+        state = self._state(request)
+        state.table = []  # until the step says that the request runs
+        self._allocated.extend(block_ids[state.local_blocks :])
+        if tokens <= 0 or self.planner is None:
+            return
+        start, end = state.local_blocks, state.local_blocks + tokens // self.block_tokens
+        ids = np.array(block_ids[:end], dtype=np.int32)
+        endpoint = self._endpoint(ids, once=False)
+        now = self._clock()
+        load = self.planner.plan_load(state.symbols(), end, self.planner.epoch, now, endpoint, None, start)
+        self._orders.loads.append(LoadOrder(endpoint, request.request_id, start, end))
+        mine = _LoadState(request.request_id, endpoint, load, ids, start, end, end)
+        self._loads[request.request_id] = mine
+        self._open.append(mine)
+        self.counters.loads += 1
+        self.counters.promised += tokens
+        self.version += 1
+
+    def hit_sources(self, request: Any, tokens: int) -> dict[str, int]:
+        """Of the tokens that are being loaded for this request, how many come from each level."""
+        mine = self._loads.get(request.request_id)
+        if mine is None or self.planner is None:
+            return {}
+        by_level = {
+            spec.name: blocks * self.block_tokens
+            for spec, blocks in zip(self.planner.levels, mine.load.by_level, strict=False)
+            if blocks
+        }
+        return by_level if sum(by_level.values()) == tokens else {}
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def orders(self, output: Any) -> StepOrders:
+        """What the ranks have to do in the step of this `SchedulerOutput`; begins a new one."""
+        orders, planner = self._orders, self.planner
+        self._step += 1
+        orders.step = self._step
+        fresh = self._follow(output)
+        if planner is None:
+            orders.wants_hello = True
+        else:
+            self._store_processed(output.num_scheduled_tokens)
+            if self._reading and fresh:
+                orders.fence.extend(self._fence(fresh))
+            if self._open:
+                self._close_loads(orders)
+            orders.messages.extend(planner.take_messages())
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is not None:
+                orders.echo |= state.scheduled(self._step, tokens)
+        self._orders = StepOrders(0)
+        return orders
+
+    def _follow(self, output: Any) -> list[int]:
+        """Take over the step's block tables. Returns engine blocks that it, or a load, may write to."""
+        fresh, self._allocated = self._allocated, []
+        for new in output.scheduled_new_reqs:
+            state = self._requests.get(new.req_id)
+            ids = list(new.block_ids[0])
+            fresh += ids[new.num_computed_tokens // self.block_tokens :]
+            if state is not None:
+                state.restart(ids)
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            new_ids = cached.new_block_ids[i]
+            if request_id in cached.resumed_req_ids:
+                ids = list(new_ids[0]) if new_ids else []
+                fresh += ids[cached.num_computed_tokens[i] // self.block_tokens :]
+                state = self._requests.get(request_id)
+                if state is not None:
+                    state.restart(ids)
+            elif new_ids:
+                fresh += new_ids[0]
+                state = self._requests.get(request_id)
+                if state is not None:
+                    state.table.extend(new_ids[0])
+        for copy in getattr(output, "kv_cache_block_copies", None) or ():
+            fresh.append(int(copy[1]))  # (from, to)
+        return fresh
+
+    def _store_processed(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            done = min(state.processed_tokens(self._processed) // self.block_tokens, state.hashes)
+            if done > state.stored or (state.first_step and done):
+                self._store(state, done)
+            elif done < state.stored:
+                state.stored = max(done, 0)
+
+    def _store(self, state: RequestState, blocks: int) -> None:
+        """Store what of the request's first `blocks` blocks is not there; of a request that is scheduled for the first
+        time all of it, and its path is used."""
+        planner = self.planner
+        if planner is None or not state.may_store or state.retry_at > self.version:
+            return
+        first, state.first_step = state.first_step, False
+        if first and not self.engine.stores:
+            planner.touch(state.symbols(), blocks, planner.epoch, self._clock())
+        if first and self.stale_engine_cache and state.local_blocks:
+            state.may_store = False  # what the engine's own cache supplied may be of an epoch before
+        if not self.engine.stores or not state.may_store:
+            state.may_store = False
+            return
+        start = 0 if first else state.stored
+        plan = None
+        for begin in (start, 0) if start else (0,):
+            ids = np.array(state.table[begin:blocks], dtype=np.int32)
+            endpoint = self._endpoints + 1
+            now, epoch = self._clock(), planner.epoch
+            plan = planner.plan_store(state.symbols(), blocks, begin, epoch, now, endpoint)
+            if plan.job:
+                self._endpoint(ids, once=True)
+                self._note_sources(plan.job)
+            if plan.reason != "parent_missing":
+                break
+        assert plan is not None
+        state.stored = blocks if not plan.reason else min(blocks, max(plan.end, 0))
+        state.retry_at = self.version + 1 if plan.reason else 0
+        self.counters.stores += bool(plan.accepted)
+        self.counters.stores_cut += bool(plan.reason)
+        self.counters.stored += plan.accepted * self.block_tokens
+        if plan.accepted:
+            self.version += 1
+
+    def _note_sources(self, job_id: int) -> None:
+        """Remember which engine blocks a store reads until it is over. It is the last job that was planned."""
+        planner = self.planner
+        assert planner is not None
+        rows = planner.state.jobs[job_id].job.src_slots
+        ids = self._orders.attach[-1].block_ids[rows].tolist()
+        self._sources[job_id] = ids
+        for block in ids:
+            self._reading.setdefault(block, set()).add(job_id)
+
+    def _forget_sources(self, job_id: int) -> None:
+        for block in self._sources.pop(job_id, ()):
+            jobs = self._reading[block]
+            jobs.discard(job_id)
+            if not jobs:
+                del self._reading[block]
+
+    def _fence(self, fresh: Collection[int]) -> list[int]:
+        """Stores that read blocks which are about to be written to."""
+        jobs = {job for block in self._reading.keys() & set(fresh) for job in self._reading[block]}
+        self.counters.fenced += len(jobs)
+        return sorted(jobs)
+
+    def _endpoint(self, block_ids: Slots, once: bool) -> int:
+        self._endpoints += 1
+        self._orders.attach.append(Attach(self._endpoints, block_ids, once))
+        return self._endpoints
+
+    def _close_loads(self, orders: StepOrders) -> None:
+        """Loads all of whose jobs were submitted, or given up."""
+        waiting = []
+        for mine in self._open:
+            if mine.load.segments:
+                waiting.append(mine)
+            else:
+                orders.closed.append(mine.endpoint)
+        self._open = waiting
+
+    def take_report(self, report: StepReport | None, finished: Collection[str], invalid: Collection[int]) -> None:
+        """What the ranks reported of a step. finished: requests whose loads are over, on all ranks. invalid: engine
+        blocks into which nothing valid was loaded."""
+        if report is not None:
+            self._processed = max(self._processed, report.step)
+            for hello in report.hellos.values():
+                self.take_hello(hello)
+            if report.messages:
+                self._take_messages(report)
+        if invalid:
+            self._failed(set(invalid))
+        for request_id in finished:
+            mine = self._loads.pop(request_id, None)
+            if mine is not None:
+                self._load_over(mine)
+
+    def _take_messages(self, report: StepReport) -> None:
+        planner = self.planner
+        assert planner is not None
+        now = self._clock()
+        for message in self._results.take(report.messages):
+            planner.commit(message, now)
+            if isinstance(message, JobResult):
+                self._forget_sources(message.job)
+        self.version += 1
+
+    def _failed(self, invalid: set[int]) -> None:
+        """Some rank could not load these engine blocks. (Ranks may tell so in steps before the load is over on all.)"""
+        if self._reading:
+            self._orders.fence.extend(self._fence(invalid))
+        for mine in self._loads.values():
+            hit = np.isin(mine.block_ids[mine.start : mine.came], list(invalid))
+            if hit.any():
+                mine.came = mine.start + int(hit.argmax())
+
+    def _load_over(self, mine: _LoadState) -> None:
+        self.counters.loaded += (mine.came - mine.start) * self.block_tokens
+        self.counters.failed += (mine.end - mine.came) * self.block_tokens
+        state = self._requests.get(mine.request)
+        if state is not None and mine.came < mine.end:  # offered again, it would fail again, step after step
+            state.most = mine.came
+            self.version += 1
+
+    def finish(self, request: Any, block_ids: Sequence[int]) -> None:
+        """The request is over (or aborted); its blocks are the engine's again when this returns."""
+        state = self._requests.pop(request.request_id, None)
+        if state is None or not state.table or request.request_id in self._loads:
+            return  # it never ran, or what it waits for has not come
+        processed = self._processed if self.engine.overlaps else self._step
+        blocks = min(state.processed_tokens(processed) // self.block_tokens, state.hashes, len(block_ids))
+        if blocks > state.stored or (state.first_step and blocks):
+            state.table, state.retry_at = list(block_ids), 0
+            self._store(state, blocks)
+
+    def has_work(self) -> bool:
+        """Must the engine make steps although it has nothing to do? While stores copy, and for what was decided since
+        the last step."""
+        if self._sources or self._orders.attach or self._orders.messages:
+            return True
+        return self.planner is not None and bool(self.planner.state.outbox)
+
+    def reset(self, engine_cache_is_empty: bool) -> None:
+        """The weights changed: nothing stored so far is ever found again, also after a restart. Durable on return.
+
+        engine_cache_is_empty: False where the engine's own prefix cache, or a running request, may hold KV of before.
+        """
+        epoch = os.urandom(16)
+        self._write_epoch(epoch)
+        self.counters.resets += 1
+        self.stale_engine_cache = not engine_cache_is_empty
+        if self.planner is None:
+            return
+        self.planner.new_epoch(epoch, self._clock())
+        self._orders.voided.extend(mine.endpoint for mine in self._loads.values())
+        if self.stale_engine_cache:
+            for state in self._requests.values():
+                state.may_store = False
+        self.version += 1
