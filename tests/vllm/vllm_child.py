@@ -6,12 +6,12 @@ starts a thread.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -232,8 +232,4 @@ class Served:
 
 
 def _plain(counters: Any) -> dict[str, float]:
-    if counters is None:
-        return {}
-    read: Callable[[], Any] | Any = getattr(counters, "as_dict", counters)
-    values = read() if callable(read) else read
-    return {str(name): value for name, value in dict(values).items() if isinstance(value, int | float)}
+    return {} if counters is None else dataclasses.asdict(counters)

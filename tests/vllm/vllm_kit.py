@@ -55,16 +55,21 @@ def blocks_in(tokens: Sequence[int]) -> int:
 
 
 def connector(
-    *tiers: str, seams: bool = False, policy: str = "recompute", multi: Sequence[dict[str, Any]] = (), **extra: Any
+    *tiers: str,
+    seams: bool = False,
+    write_after_s: float | None = None,
+    multi: Sequence[dict[str, Any]] = (),
+    **extra: Any,
 ) -> dict[str, Any]:
-    """The kv_transfer_config that an operator would write. `multi`: further connectors under a MultiConnector."""
-    config = {"tiers": list(tiers), **extra}
+    """The kv_transfer_config that an operator would write. `write_after_s`: of the tier on a disk, where not its own
+    choice. `multi`: further connectors under a MultiConnector."""
+    config: dict[str, Any] = {"tiers": [_tier(each, write_after_s) for each in tiers], **extra}
     if seams:
         config["seams"] = "vllm_seams:controlled"
     ours = {
         "kv_connector": "TierCacheConnector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": policy,
+        "kv_load_failure_policy": "recompute",
         "kv_connector_module_path": "tiercache.integrations.vllm",
         "kv_connector_extra_config": config,
     }
@@ -73,9 +78,17 @@ def connector(
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": policy,
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": [ours, *multi]},
     }
+
+
+def _tier(text: str, write_after_s: float | None) -> str | dict[str, Any]:
+    kind, *rest = text.split(":")
+    if kind != "nvme" or write_after_s is None:
+        return text
+    path, size = rest
+    return {"kind": "nvme", "path": path, "size": size, "write_after_s": write_after_s}
 
 
 class Vllm:
@@ -257,9 +270,10 @@ class Vllm:
             raise VllmError(f"{doing}: no answer within {deadline_s} s{where}: {self._tail()}")
         raise VllmError(f"{doing}: its process ended: {self._tail()}")
 
-    def _tail(self, n: int = 60) -> str:
+    def _tail(self, n: int = 40) -> str:
+        """Without what vLLM says at each start."""
         try:
-            lines = self.log.read_text(errors="replace").splitlines()
+            lines = [line for line in self.log.read_text(errors="replace").splitlines() if " INFO " not in line]
         except OSError:
             return "(no log)"
         return f"the end of {self.log}:\n" + "\n".join(lines[-n:])
