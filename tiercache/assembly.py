@@ -13,7 +13,7 @@ from tiercache.catalog import Catalog, Manifest, peek_manifest
 from tiercache.config import DRAM, HBM, NVMe, Settings, Tier, format_size
 from tiercache.directory import StoreDirectory
 from tiercache.errors import ConfigError
-from tiercache.keys import root_ident, symbol_nbytes
+from tiercache.keys import symbol_nbytes
 from tiercache.layout import KVLayout
 from tiercache.loaded import Memory
 from tiercache.mover import KeyTierSpec, Mover
@@ -186,10 +186,15 @@ def open_tiers(
                 block_tokens=settings.block_tokens,
                 symbol_nbytes=symbol_width,
                 fingerprint=str(settings.namespace or ""),
+                ident_namespace="" if ident_digest == namespace_digest(settings) else ident_digest.hex(),
             )
-            root = root_ident(ident_digest, epoch)
             opened.catalog = Catalog.open(
-                directory, manifest, capacities[-1], durability=nvme.durability, root_ident=root, ops=seams.file_ops
+                directory,
+                manifest,
+                capacities[-1],
+                durability=nvme.durability,
+                root_ident=manifest.root_ident,
+                ops=seams.file_ops,
             )
         for tier, capacity in zip(settings.tiers, capacities, strict=True):
             each = _open_tier(tier, capacity, layout, directory, opened.catalog, seams.file_ops)

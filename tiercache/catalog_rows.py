@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from tiercache.directory import FORMAT_VERSION
 from tiercache.errors import FormatVersionError
+from tiercache.keys import root_ident
 from tiercache.types import HINT, Hints, Slots
 
 __all__ = [
@@ -115,11 +116,18 @@ class Manifest:
     symbol_nbytes: int
     fingerprint: str = ""
     """The namespace as text, for people."""
+    ident_namespace: str = ""
+    """What idents are rooted in (hex), where not in the namespace: ranks of one engine share idents, not bytes."""
     store_id: str = ""
     """Filled in by the catalog, like the next two."""
     capacity: int = 0
     extents: tuple[int, ...] = ()
     """Slots per payload file."""
+
+    @property
+    def root_ident(self) -> int:
+        """The ident above all first blocks."""
+        return root_ident(bytes.fromhex(self.ident_namespace or self.namespace), self.epoch)
 
     def to_json(self) -> bytes:
         """As stored."""
@@ -133,6 +141,7 @@ class Manifest:
                 "block_tokens": self.block_tokens,
                 "symbol_nbytes": self.symbol_nbytes,
                 "fingerprint": self.fingerprint,
+                "ident_namespace": self.ident_namespace,
                 "store_id": self.store_id,
                 "capacity": self.capacity,
                 "extents": list(self.extents),

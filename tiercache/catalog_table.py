@@ -12,7 +12,6 @@ from tiercache.catalog_open import Loaded
 from tiercache.catalog_recover import BUSY, CLAIMED, CLAIMING, EMPTY, LOST, OK, WRITTEN, judge
 from tiercache.catalog_rows import RECORD_SLOTS, ROW, Change, Manifest, pack_rows, write_hints
 from tiercache.catalog_symbols import SymbolBook
-from tiercache.keys import root_ident as root_ident_of
 from tiercache.types import Bools, Claims, Floats, Hints, Idents, Slots, Uses
 
 __all__ = ["Batch", "SlotTable", "Sparse", "Taken"]
@@ -145,7 +144,7 @@ class SlotTable:
         self.book.clear()
         self._dirty[:] = self._used[:] = False
         self.manifest = replace(self.manifest, epoch=epoch)
-        self.root = root_ident_of(bytes.fromhex(self.manifest.namespace), epoch)
+        self.root = self.manifest.root_ident
         self._clear = self.manifest_dirty = self.epoch_file_dirty = True
 
     def lose_claims(self) -> Slots:

@@ -20,7 +20,6 @@ from tiercache.catalog_rows import DamagedCatalogError, RowStore, is_damage, use
 from tiercache.checksum import checksums
 from tiercache.directory import StoreDirectory
 from tiercache.errors import TierCacheError
-from tiercache.keys import root_ident
 from tiercache.tiers.fileio import aligned_rows
 from tiercache.tiers.nvme import NVMeTier
 from tiercache.types import ROOT, Bools, Slots
@@ -140,7 +139,7 @@ def _read_catalog(directory: StoreDirectory, copy: Path) -> _Finding:
         store = RowStore(copy, used_nbytes(copy), readonly=True)
         try:
             manifest, next_symbol = store.read_manifest()
-            root = root_ident(bytes.fromhex(manifest.namespace), manifest.epoch)
+            root = manifest.root_ident
             loaded = load(store, manifest, next_symbol, root)
         finally:
             store.close()
@@ -200,7 +199,7 @@ def _fix(directory: StoreDirectory, finding: _Finding) -> int:
         make_sound(directory)
         return 0
     manifest = loaded.manifest
-    root = root_ident(bytes.fromhex(manifest.namespace), manifest.epoch)
+    root = manifest.root_ident
     catalog = Catalog.open(directory, manifest, manifest.capacity, root_ident=root)
     gone = _with_descendants(finding.bad, loaded.tree.parents) if finding.checked else np.empty(0, dtype=np.bool_)
     lost: Slots = loaded.tree.slots[gone] if finding.checked else np.empty(0, dtype=np.int32)

@@ -28,6 +28,8 @@ class IdentityConnector(KVConnectorBase_V1, SupportsHMA):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._file = Path(extra["out"]) / f"{role.name}-{os.getpid()}.json"
         found: dict[str, Any] = {"role": role.name}
+        if memory := os.environ.get("VLLM_DIST_IDENT"):
+            (self._file.parent / f"{os.getpid()}.shm").write_text(memory)
         try:
             found["warnings"] = check_supported(vllm_config, kv_cache_config)
             identity = engine_identity(vllm_config, kv_cache_config, named=extra.get("namespace"))

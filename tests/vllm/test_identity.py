@@ -57,8 +57,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _start(model: Path, out: Path, *, processes: bool = False, fails: bool = False, **changes: Any) -> list[Any]:
     """What scheduler and workers found, the scheduler first."""
     out.mkdir()
-    _run("start", processes=processes, fails=fails, model=str(model), out=str(out), changes=changes)
-    return [json.loads(path.read_text()) for path in sorted(out.iterdir())]
+    try:
+        _run("start", processes=processes, fails=fails, model=str(model), out=str(out), changes=changes)
+    finally:  # ranks that share a CPU may leave their shared memory behind
+        for path in out.glob("*.shm"):
+            for left in Path("/dev/shm").glob(f"{path.read_text()}-*"):
+                left.unlink(missing_ok=True)
+    return [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
 
 
 def _differing(one: dict[str, str], other: dict[str, str]) -> set[str]:

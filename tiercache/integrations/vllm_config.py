@@ -18,7 +18,7 @@ from tiercache.config import DRAM, HBM, NVMe, Settings, format_size, load_config
 from tiercache.config_memory import check_memory
 from tiercache.errors import ConfigError
 
-__all__ = ["EngineSettings", "read_settings"]
+__all__ = ["ConnectorSettings", "read_settings"]
 
 _log = logging.getLogger("tiercache.vllm")
 _WHERE = "kv_connector_extra_config"
@@ -32,7 +32,7 @@ _REFUSED = {
 
 
 @dataclass(frozen=True)
-class EngineSettings:
+class ConnectorSettings:
     """Settings of one engine, as each of its ranks needs them."""
 
     settings: Settings
@@ -67,7 +67,7 @@ class EngineSettings:
         return replace(self.settings, tiers=tuple(tiers))
 
 
-def read_settings(vllm_config: Any) -> EngineSettings:
+def read_settings(vllm_config: Any) -> ConnectorSettings:
     """Read the connector's configuration. ConfigError names the field, its value, and the remedy.
 
     Logs loudly where `kv_load_failure_policy` makes an engine fail requests that it could recompute.
@@ -80,7 +80,7 @@ def read_settings(vllm_config: Any) -> EngineSettings:
     check_memory(ram_nbytes(settings.tiers))
     _warn_of_policy(transfer)
     role = str(transfer.kv_role)
-    return EngineSettings(
+    return ConnectorSettings(
         settings=replace(settings, tiers=_shares(settings, engines * ranks), block_tokens=_block_tokens(vllm_config)),
         ranks=ranks,
         engine=engine,

@@ -17,7 +17,7 @@ import numpy as np
 
 from tiercache.assembly import make_planner, steady_wall_clock
 from tiercache.directory import read_small, write_durably
-from tiercache.integrations.vllm_config import EngineSettings
+from tiercache.integrations.vllm_config import ConnectorSettings
 from tiercache.integrations.vllm_messages import Attach, Hello, LoadOrder, StepOrders, StepReport
 from tiercache.integrations.vllm_ranks import RankResults, agree
 from tiercache.integrations.vllm_requests import RequestState
@@ -67,7 +67,7 @@ class SchedulerSide:
     """See the module. Until all ranks have introduced themselves it finds nothing and stores nothing."""
 
     def __init__(
-        self, engine: EngineSettings, ident_digest: bytes, *, clock: Callable[[], float] | None = None
+        self, engine: ConnectorSettings, ident_digest: bytes, *, clock: Callable[[], float] | None = None
     ) -> None:
         """ident_digest: of what makes the engine's KV interchangeable; the same in all ranks."""
         self.engine = engine

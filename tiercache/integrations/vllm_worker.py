@@ -13,7 +13,7 @@ import numpy as np
 
 from tiercache.assembly import OpenTiers, known_layout, make_mover, nvme_of, obtaining, open_tiers
 from tiercache.directory import StoreDirectory
-from tiercache.integrations.vllm_config import EngineSettings
+from tiercache.integrations.vllm_config import ConnectorSettings
 from tiercache.integrations.vllm_messages import Hello, LoadOrder, StepOrders, StepReport
 from tiercache.integrations.vllm_rows import BlockRows, Pages
 from tiercache.layout import KVLayout, Namespace
@@ -63,7 +63,7 @@ class WorkerSide:
 
     def __init__(
         self,
-        engine: EngineSettings,
+        engine: ConnectorSettings,
         rank: int,
         pages: Pages,
         identity: Mapping[str, str],
