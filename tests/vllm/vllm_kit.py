@@ -273,7 +273,7 @@ class Vllm:
     def _tail(self, n: int = 40) -> str:
         """Without what vLLM says at each start."""
         try:
-            lines = [line for line in self.log.read_text(errors="replace").splitlines() if " INFO " not in line]
+            lines = [each for each in self.log.read_text(errors="replace").splitlines() if not _usual(each)]
         except OSError:
             return "(no log)"
         return f"the end of {self.log}:\n" + "\n".join(lines[-n:])
@@ -281,6 +281,20 @@ class Vllm:
     def said(self, text: str) -> bool:
         """Whether this text is in its log."""
         return text in self.log.read_text(errors="replace")
+
+
+def _usual(line: str) -> bool:
+    """What vLLM says at every start on a CPU."""
+    usual = (
+        " INFO ",
+        "[base.py:",
+        "[cpu_worker.py:",
+        "[vllm.py:",
+        "[cpu.py:",
+        "safetensors checkpoint shards",
+        "NUMA binding",
+    )
+    return not line.strip() or any(text in line for text in usual)
 
 
 def nursery() -> Any:
