@@ -56,8 +56,8 @@ class Reference:
         return [self._known[key] for key in keys]
 
     def steady(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> list[Sequence[int]]:
-        """n of these prompts whose tokens are the same alone and in batches: bfloat16 adds up in another order there, and
-        where two tokens are nearly equally likely, that decides. To be used where many tokens are compared."""
+        """n of these prompts whose tokens are the same alone and in batches. bfloat16 adds up in another order there,
+        which decides where two tokens are nearly equally likely. To be used where many tokens are compared."""
         alone = self(*prompts, max_tokens=max_tokens)
         kept = list(range(len(prompts)))
         with self._vllm(1) as vllm:

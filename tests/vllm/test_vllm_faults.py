@@ -52,10 +52,10 @@ def push_to_disk(vllm: Vllm, *prompts: list[int], seed: int) -> None:
     """Compute them, and others after them until none of them is in DRAM any more."""
     for tokens in prompts:
         vllm.generate(tokens)
-        vllm.settle(quiet_s=0.5)
+        vllm.settle(quiet_s=0.2)
     for i in range(5):
         vllm.generate(prompt(seed * 1000 + i, N))
-        vllm.settle(quiet_s=0.5)
+        vllm.settle(quiet_s=0.2)
     vllm.forget()
 
 
