@@ -147,3 +147,5 @@ def test_preemption(launch: Any, reference: Any, tmp_path: Path, late: bool) -> 
             vllm.forget()
         assert vllm.metric("vllm:num_preemptions") > 0
         assert vllm.loaded_tokens > 0
+        if late:  # copies out of blocks that vLLM had given to others meanwhile
+            assert vllm.look_inside()["counters"]["fenced"] > 0

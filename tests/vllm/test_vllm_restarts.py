@@ -126,6 +126,21 @@ def test_an_orderly_end_writes_what_only_memory_had(launch: Any, reference: Any,
         nothing_left(vllm)
 
 
+def test_a_reset_is_durable(launch: Any, reference: Any, left_behind: Path, tmp_path: Path) -> None:
+    """SIGKILL right after a reset of everything: nothing from before it is found."""
+    tell(tmp_path / "seams", {})
+    expected = reference(*PROMPTS)
+    with launch(on_disk(left_behind), seams=tmp_path / "seams") as vllm:
+        assert vllm.generate(PROMPTS[0])[0].cached == FULL
+        vllm.settle()
+        assert vllm.ask("reset", reset_connector=True)
+        vllm.kill()
+    with launch(on_disk(left_behind), seams=tmp_path / "seams") as vllm:
+        outputs = vllm.one_by_one(*PROMPTS)
+        assert [(each.tokens, each.cached) for each in outputs] == [(tokens, 0) for tokens in expected]
+        nothing_left(vllm)
+
+
 def test_a_second_one_on_the_same_directory_is_refused(launch: Any, reference: Any, tmp_path: Path) -> None:
     tell(tmp_path / "seams", {})
     expected = reference(*PROMPTS)
