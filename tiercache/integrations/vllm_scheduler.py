@@ -18,6 +18,8 @@ import numpy as np
 from tiercache.assembly import make_planner, steady_wall_clock
 from tiercache.directory import read_small, write_durably
 from tiercache.integrations.vllm_config import ConnectorSettings
+from tiercache.integrations.vllm_counts import Payload, SchedulerCounters, SchedulerMeter
+from tiercache.integrations.vllm_events import BlockEvents
 from tiercache.integrations.vllm_messages import Attach, Hello, LoadOrder, StepOrders, StepReport
 from tiercache.integrations.vllm_ranks import RankResults, agree
 from tiercache.integrations.vllm_requests import RequestState
@@ -25,28 +27,9 @@ from tiercache.integrations.vllm_worker import SYMBOL_NBYTES
 from tiercache.planner import Load, Planner
 from tiercache.types import Forget, JobResult, Slots
 
-__all__ = ["SchedulerCounters", "SchedulerSide"]
+__all__ = ["SchedulerSide"]
 
 _log = logging.getLogger("tiercache.vllm")
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """What happened so far. Tokens unless it says otherwise."""
-
-    asked: int = 0
-    """Of prompts that were looked up, past what the engine had itself."""
-    promised: int = 0
-    loaded: int = 0
-    failed: int = 0
-    """Promised, but did not come."""
-    stored: int = 0
-    loads: int = 0
-    stores: int = 0
-    stores_cut: int = 0
-    fenced: int = 0
-    """Stores that a step had to wait for, or that were called off, since it overwrites their blocks."""
-    resets: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +57,11 @@ class SchedulerSide:
         self.block_tokens = engine.settings.block_tokens
         self.counters = SchedulerCounters()
         self.planner: Planner | None = None
+        self.events: BlockEvents | None = None
+        """Where the engine publishes KV events."""
+        self.cold_reason = ""
+        """Why nothing was found at the start."""
+        self._meter = SchedulerMeter(self.block_tokens)
         self._digest = ident_digest
         self._clock = clock or steady_wall_clock()
         self._hellos: dict[int, Hello] = {}
@@ -112,10 +100,13 @@ class SchedulerSide:
         agreed = agree(self._hellos, known)
         epoch = agreed.epoch or os.urandom(16)
         self.planner = make_planner(self.engine.settings, agreed.specs, SYMBOL_NBYTES, epoch, self._digest)
+        self.planner.state.residency.listener = self.events
+        self.cold_reason = agreed.reason
         if agreed.epoch is None or (known is None and self._epoch_path() is not None):
             epoch = os.urandom(16)
             self._write_epoch(epoch)
             self.planner.new_epoch(epoch, self._clock())
+            self.cold_reason = self.cold_reason or "epoch"
         elif agreed.recovered is not None:
             self.planner.restore(agreed.recovered)
             if len(agreed.lacking):
@@ -221,6 +212,7 @@ class SchedulerSide:
         orders, planner = self._orders, self.planner
         self._step += 1
         orders.step = self._step
+        orders.drains = not output.num_scheduled_tokens
         fresh = self._follow(output)
         if planner is None:
             orders.wants_hello = True
@@ -247,6 +239,7 @@ class SchedulerSide:
             fresh += ids[new.num_computed_tokens // self.block_tokens :]
             if state is not None:
                 state.restart(ids)
+                self._meter.begins(state)
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
             new_ids = cached.new_block_ids[i]
@@ -300,6 +293,8 @@ class SchedulerSide:
             if plan.job:
                 self._endpoint(ids, once=True)
                 self._note_sources(plan.job)
+                if self.events is not None:
+                    self.events.stores(plan.job, state.request, state.symbols(), begin, blocks)
             if plan.reason != "parent_missing":
                 break
         assert plan is not None
@@ -370,6 +365,8 @@ class SchedulerSide:
         assert planner is not None
         now = self._clock()
         for message in self._results.take(report.messages):
+            if self.events is not None:
+                self.events.commits(message)
             planner.commit(message, now)
             if isinstance(message, JobResult):
                 self._forget_sources(message.job)
@@ -394,6 +391,7 @@ class SchedulerSide:
 
     def finish(self, request: Any, block_ids: Sequence[int]) -> None:
         """The request is over (or aborted); its blocks are the engine's again when this returns."""
+        self._meter.ends(request)
         state = self._requests.pop(request.request_id, None)
         if state is None or not state.table or request.request_id in self._loads:
             return  # it never ran, or what it waits for has not come
@@ -402,6 +400,11 @@ class SchedulerSide:
         if blocks > state.stored or (state.first_step and blocks):
             state.table, state.retry_at = list(block_ids), 0
             self._store(state, blocks)
+
+    def counts(self) -> Payload | None:
+        """What happened since this was last asked; None: nothing, or it is too early to ask again."""
+        draining = not self._requests and not self.has_work()
+        return self._meter.take(self.version, self.counters, self.planner, self.cold_reason, draining)
 
     def has_work(self) -> bool:
         """Must the engine make steps although it has nothing to do? While stores copy, and for what was decided since
