@@ -24,7 +24,9 @@ class RequestState:
     retry_at: int = 0
     """Where a store was cut: the planner's version from which on it is worth another try."""
     in_flight: deque[tuple[int, int]] = field(default_factory=deque)
-    """(step, tokens) of steps whose output was not processed yet."""
+    """(step, tokens) of steps whose output was not processed when it was last looked at."""
+    pending: int = 0
+    """Tokens in there."""
     most: int | None = None
     """No more leading blocks than these are offered: a load of the next one failed."""
     may_store: bool = True
@@ -52,11 +54,17 @@ class RequestState:
             self._hashes = known
         return self._symbols
 
+    @property
+    def counted(self) -> bool:
+        """Does the engine count its tokens in flight itself?"""
+        return hasattr(self.request, _IN_FLIGHT)
+
     def scheduled(self, step: int, tokens: int) -> bool:
         """A step is going to compute this many tokens. False where that is not noted: the engine counts them itself."""
-        if hasattr(self.request, _IN_FLIGHT):
+        if self.counted:
             return False
         self.in_flight.append((step, tokens))
+        self.pending += tokens
         return True
 
     def processed_tokens(self, processed_step: int) -> int:
@@ -69,8 +77,8 @@ class RequestState:
         if counted is not None:
             return tokens - counted
         while self.in_flight and self.in_flight[0][0] <= processed_step:
-            self.in_flight.popleft()
-        return tokens - sum(each for _, each in self.in_flight)
+            self.pending -= self.in_flight.popleft()[1]
+        return tokens - self.pending
 
     def restart(self, table: list[int]) -> None:
         """It runs from the start, or anew after a preemption, in these blocks."""

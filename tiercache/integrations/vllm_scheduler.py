@@ -81,6 +81,8 @@ class SchedulerSide:
         self._allocated: list[int] = []
         """Engine blocks handed out since the last step."""
         self._processed = 0
+        self._counted = False
+        """The engine counts the tokens of its requests that are in flight (0.32)."""
         self._endpoints = 0
         self.version = 0
         """Changes whenever an answer of the planner may."""
@@ -141,7 +143,8 @@ class SchedulerSide:
 
     def add(self, request: Any) -> None:
         """A new request."""
-        self._requests[request.request_id] = RequestState(request)
+        self._requests[request.request_id] = state = RequestState(request)
+        self._counted = state.counted
 
     def _state(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)
@@ -223,10 +226,11 @@ class SchedulerSide:
             if self._open:
                 self._close_loads(orders)
             orders.messages.extend(planner.take_messages())
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            state = self._requests.get(request_id)
-            if state is not None:
-                orders.echo |= state.scheduled(self._step, tokens)
+        if not self._counted:
+            for request_id, tokens in output.num_scheduled_tokens.items():
+                state = self._requests.get(request_id)
+                if state is not None:
+                    orders.echo |= state.scheduled(self._step, tokens)
         self._orders = StepOrders(0)
         return orders
 
@@ -241,9 +245,12 @@ class SchedulerSide:
                 state.restart(ids)
                 self._meter.begins(state)
         cached = output.scheduled_cached_reqs
-        for i, request_id in enumerate(cached.req_ids):
-            new_ids = cached.new_block_ids[i]
-            if request_id in cached.resumed_req_ids:
+        resumed = cached.resumed_req_ids
+        for i, new_ids in enumerate(cached.new_block_ids):
+            if not new_ids and not resumed:
+                continue
+            request_id = cached.req_ids[i]
+            if request_id in resumed:
                 ids = list(new_ids[0]) if new_ids else []
                 fresh += ids[cached.num_computed_tokens[i] // self.block_tokens :]
                 state = self._requests.get(request_id)
@@ -259,10 +266,17 @@ class SchedulerSide:
         return fresh
 
     def _store_processed(self, request_ids: Iterable[str]) -> None:
+        requests, counted, size = self._requests, self._counted, self.block_tokens
         for request_id in request_ids:
-            state = self._requests.get(request_id)
+            state = requests.get(request_id)
             if state is None:
                 continue
+            if not state.first_step:  # in the middle of a block, as most are most of the time?
+                request = state.request
+                more = request.num_computed_tokens - state.stored * size
+                pending = request.num_in_flight_tokens if counted else state.pending  # never too few
+                if pending <= more < size:
+                    continue
             done = min(state.processed_tokens(self._processed) // self.block_tokens, state.hashes)
             if done > state.stored or (state.first_step and done):
                 self._store(state, done)
