@@ -16,7 +16,8 @@ from bench.scale import Scale
 from bench.vllm_rig import BLOCK_TOKENS, VllmRig, chained, request
 
 _DECODES = 64
-_CALLS = 200
+_CALLS = 30
+"""Few, so that most rounds end before a busy machine lets another process run."""
 Call = Callable[[], object]
 
 
@@ -32,7 +33,7 @@ class Clock:
 
     def __init__(self, done: Callable[[Figure], None], scale: Scale) -> None:
         self._done = done
-        self._rounds, self._calls = scale.pick(31, 15, 2), scale.pick(_CALLS, _CALLS, 5)
+        self._rounds, self._calls = scale.pick(101, 51, 2), scale.pick(_CALLS, _CALLS, 5)
 
     def __call__(self, name: str, call: Call, before: Call = lambda: None, calls: int | None = None) -> None:
         """before: runs before each round, outside the clock."""
