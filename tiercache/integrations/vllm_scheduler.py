@@ -10,15 +10,14 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tiercache.assembly import make_planner, steady_wall_clock
-from tiercache.directory import read_small, write_durably
 from tiercache.integrations.vllm_config import ConnectorSettings
 from tiercache.integrations.vllm_counts import Payload, SchedulerCounters, SchedulerMeter
+from tiercache.integrations.vllm_epoch import EpochFile
 from tiercache.integrations.vllm_events import BlockEvents
 from tiercache.integrations.vllm_messages import Attach, Hello, LoadOrder, StepOrders, StepReport
 from tiercache.integrations.vllm_ranks import RankResults, agree
@@ -62,6 +61,7 @@ class SchedulerSide:
         self.cold_reason = ""
         """Why nothing was found at the start."""
         self._meter = SchedulerMeter(self.block_tokens)
+        self._epoch_file = EpochFile(engine.directory)
         self._digest = ident_digest
         self._clock = clock or steady_wall_clock()
         self._hellos: dict[int, Hello] = {}
@@ -98,15 +98,15 @@ class SchedulerSide:
         self._hellos[hello.rank] = hello
         if len(self._hellos) < self.engine.ranks:
             return
-        known = self._read_epoch()
+        known = self._epoch_file.read()
         agreed = agree(self._hellos, known)
         epoch = agreed.epoch or os.urandom(16)
         self.planner = make_planner(self.engine.settings, agreed.specs, SYMBOL_NBYTES, epoch, self._digest)
         self.planner.state.residency.listener = self.events
         self.cold_reason = agreed.reason
-        if agreed.epoch is None or (known is None and self._epoch_path() is not None):
+        if agreed.epoch is None or (known is None and self._epoch_file.path is not None):
             epoch = os.urandom(16)
-            self._write_epoch(epoch)
+            self._epoch_file.write(epoch)
             self.planner.new_epoch(epoch, self._clock())
             self.cold_reason = self.cold_reason or "epoch"
         elif agreed.recovered is not None:
@@ -116,28 +116,6 @@ class SchedulerSide:
         self.version += 1
         found = self.planner.totals().recovered
         _log.info("tiercache: %d blocks (%d tokens) are there from before", found, found * self.block_tokens)
-
-    def _epoch_path(self) -> Path | None:
-        return None if self.engine.directory is None else self.engine.directory / "epoch"
-
-    def _read_epoch(self) -> bytes | None:
-        """The engine's epoch, which only this half writes; None where there is none (or it cannot be read)."""
-        path = self._epoch_path()
-        if path is None:
-            return None
-        try:
-            return bytes.fromhex(read_small(path).decode("ascii").strip())
-        except (OSError, ValueError):
-            return None
-
-    def _write_epoch(self, epoch: bytes) -> None:
-        path = self._epoch_path()
-        if path is None:
-            return
-        try:
-            write_durably(path, epoch.hex().encode() + b"\n")
-        except OSError as error:
-            _log.error("%s cannot be written (%s): after a crash, blocks from before this may be found", path, error)
 
     # -- what the engine asks -----------------------------------------------------------------------------------
 
@@ -226,11 +204,10 @@ class SchedulerSide:
             if self._open:
                 self._close_loads(orders)
             orders.messages.extend(planner.take_messages())
-        if not self._counted:
-            for request_id, tokens in output.num_scheduled_tokens.items():
-                state = self._requests.get(request_id)
-                if state is not None:
-                    orders.echo |= state.scheduled(self._step, tokens)
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is not None and not (state.begun and self._counted):
+                orders.echo |= state.scheduled(self._step, tokens)
         self._orders = StepOrders(0)
         return orders
 
@@ -390,6 +367,9 @@ class SchedulerSide:
         """Some rank could not load these engine blocks. (Ranks may tell so in steps before the load is over on all.)"""
         if self._reading:
             self._orders.fence.extend(self._fence(invalid))
+        for state in self._requests.values():
+            if not invalid.isdisjoint(state.table):
+                state.distrust()
         for mine in self._loads.values():
             hit = np.isin(mine.block_ids[mine.start : mine.came], list(invalid))
             if hit.any():
@@ -433,7 +413,7 @@ class SchedulerSide:
         engine_cache_is_empty: False where the engine's own prefix cache, or a running request, may hold KV of before.
         """
         epoch = os.urandom(16)
-        self._write_epoch(epoch)
+        self._epoch_file.write(epoch)
         self.counters.resets += 1
         self.stale_engine_cache = not engine_cache_is_empty
         if self.planner is None:
