@@ -205,8 +205,8 @@ class _Since:
         self, totals: dict[str, float], gauges: dict[str, float], samples: dict[str, list[float]]
     ) -> Payload | None:
         """None: nothing to say."""
-        before = self._totals
-        counters = {key: total - before.get(key, 0) for key, total in totals.items() if total != before.get(key, 0)}
+        before = self._totals  # zeros are told once, so that every line is there from the start
+        counters = {key: total - before.get(key, 0) for key, total in totals.items() if total != before.get(key)}
         if not counters and not samples and gauges == self._gauges:
             return None
         self._totals, self._gauges = totals, gauges
