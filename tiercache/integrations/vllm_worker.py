@@ -171,7 +171,7 @@ class WorkerSide:
                 if endpoint in self._watches:
                     self._watches[endpoint].voided = True
             for endpoint in orders.closed:
-                watch = self._watches.pop(endpoint, None)
+                watch = self._watches.get(endpoint)
                 if watch is not None:
                     watch.closed = True
                     if watch.jobs == 0:
@@ -206,6 +206,8 @@ class WorkerSide:
             return _NOTHING
         with self._lock:
             over, self._over = self._over, []
+            for watch in over:
+                self._watches.pop(watch.order.endpoint, None)
         finished = Finished()
         for watch in over:
             finished.requests.add(watch.order.request)
