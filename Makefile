@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test browser test-slow soak campaign planted-faults bench bench-peers bench-report hit-ratios lint types wheel clean
+.PHONY: help demo test browser test-slow test-vllm soak campaign planted-faults bench bench-peers bench-report hit-ratios lint types wheel clean
 
 help:
 	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-slow  the tests marked slow (minutes)"
 	@echo "make bench      all benchmarks, about 8 minutes; QUICK=1: a few minutes; SMOKE=1: do they run?"
 	@echo "make bench-peers  tiercache and its peers in one run, about 10 minutes, and the first time to build (ARGS=--help)"
+	@echo "make test-vllm  the real vLLM on CPUs, 3 GB the first time; SLOW=1: all of it; VLLM=0.28.0: another version of it"
 	@echo "make soak       10 minutes at 100 % full with faults: nothing may grow (SOAK_S=seconds)"
 	@echo "make campaign   10,000 power cuts (about four minutes on two quiet cores)"
 	@echo "make bench-report  docs/benchmarks.md and its pictures, from the newest results"
@@ -55,6 +56,12 @@ browser:
 
 test-slow: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m slow
+
+# vLLM lives in an environment of its own, in a cache folder that checkouts share; the package is this checkout's.
+VLLM_MARKS := vllm$(if $(SLOW),, and not slow)
+test-vllm:
+	python=$$($(PYTHON) tests/vllm/vllm_venv.py) $(if $(VLLM),&& older=$$($(PYTHON) tests/vllm/vllm_venv.py --overlay $(VLLM))) \
+	  && PYTHONPATH="$${older:+$$older:}$(CURDIR)" "$$python" -m pytest -m "$(VLLM_MARKS)" tests/vllm $(ARGS)
 
 soak: $(VENV)/test.stamp
 	$(BIN)/python tests/faults/soak.py --seconds $(or $(SOAK_S),600)
