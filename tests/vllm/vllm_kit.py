@@ -154,7 +154,7 @@ class Vllm:
         self._process.start()
         self.pid = self._process.pid
         theirs.close()
-        self._leftovers = lambda: _shared_memory() - before
+        self._leftovers = lambda: _unused(_shared_memory() - before)
         try:
             self.started_s = self._reply(self._start_s, "starting")["ready"]
         except BaseException:
@@ -329,6 +329,15 @@ def _stacks(pid: int) -> str:
 def _shared_memory() -> set[Path]:
     """Files that vLLM's processes share, which it leaves behind where they are killed."""
     return set(Path("/dev/shm").glob("vllm_dist_*")) | set(Path("/dev/shm").glob("psm_*"))
+
+
+def _unused(files: set[Path]) -> set[Path]:
+    """Those that no process has mapped: another vLLM on this machine started meanwhile, and needs its own."""
+    for maps in Path("/proc").glob("[0-9]*/maps") if files else ():
+        with contextlib.suppress(OSError):
+            text = maps.read_text(errors="replace")
+            files = {each for each in files if str(each) not in text}
+    return files
 
 
 # -- the files of a cache
