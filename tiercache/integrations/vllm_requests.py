@@ -29,6 +29,10 @@ class RequestState:
     """No more leading blocks than these are offered: a load of the next one failed."""
     may_store: bool = True
     """False once its KV may be of other weights than what is stored from now on."""
+    given: int = 0
+    """Tokens that steps were to compute since it began."""
+    first_tokens: int = 0
+    """Of these, those of the first step."""
     first_step: bool = True
     local_blocks: int = 0
     """Blocks that the engine had itself when it last asked."""
@@ -54,6 +58,9 @@ class RequestState:
 
     def scheduled(self, step: int, tokens: int) -> bool:
         """A step is going to compute this many tokens. False where that is not noted: the engine counts them itself."""
+        if not self.first_tokens:
+            self.first_tokens = tokens
+        self.given += tokens
         if hasattr(self.request, _IN_FLIGHT):
             return False
         self.in_flight.append((step, tokens))
@@ -62,17 +69,26 @@ class RequestState:
     def processed_tokens(self, processed_step: int) -> int:
         """Leading tokens whose KV was computed by steps whose output was taken over: what is still to come may fail.
 
-        An engine counts its computed tokens when it schedules a step, and takes them back after a failure.
+        An engine counts its computed tokens when it schedules a step, and takes them back after a failure. And what it
+        had itself when the request began may be what a neighbour computes in the very step in which this one begins:
+        so nothing counts before that step is over.
         """
+        pending: int | None = getattr(self.request, _IN_FLIGHT, None)
+        if pending is None:
+            while self.in_flight and self.in_flight[0][0] <= processed_step:
+                self.in_flight.popleft()
+            pending = sum(each for _, each in self.in_flight)
+        if self.given - pending < max(1, self.first_tokens):
+            return 0
         tokens: int = self.request.num_computed_tokens
-        counted: int | None = getattr(self.request, _IN_FLIGHT, None)
-        if counted is not None:
-            return tokens - counted
-        while self.in_flight and self.in_flight[0][0] <= processed_step:
-            self.in_flight.popleft()
-        return tokens - sum(each for _, each in self.in_flight)
+        return tokens - pending
 
     def restart(self, table: list[int]) -> None:
         """It runs from the start, or anew after a preemption, in these blocks."""
         self.table, self.stored, self.retry_at = table, 0, 0
+        self.given = self.first_tokens = 0
         self.first_step = True
+
+    def distrust(self) -> None:
+        """Blocks of its table turned out to hold nothing valid; it computes them anew, from its next step on."""
+        self.stored = self.given = self.first_tokens = 0

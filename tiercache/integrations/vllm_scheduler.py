@@ -379,6 +379,9 @@ class SchedulerSide:
         """Some rank could not load these engine blocks. (Ranks may tell so in steps before the load is over on all.)"""
         if self._reading:
             self._orders.fence.extend(self._fence(invalid))
+        for state in self._requests.values():
+            if not invalid.isdisjoint(state.table):
+                state.distrust()
         for mine in self._loads.values():
             hit = np.isin(mine.block_ids[mine.start : mine.came], list(invalid))
             if hit.any():
