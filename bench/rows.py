@@ -7,7 +7,7 @@ from typing import Literal
 
 __all__ = ["ROWS", "Row", "row"]
 
-Measure = Literal["times", "share", "bytes a block"]
+Measure = Literal["times", "share", "bytes a block", "us a call"]
 """times: work's seconds / reference's, at most the target. share: reference's / work's, at least the target."""
 
 
@@ -237,6 +237,23 @@ def _hardening() -> list[Row]:
     ]
 
 
+def _hooks() -> list[Row]:
+    def one(name: str, what: str, target: float | None = None) -> Row:
+        return Row(f"hooks/{name}", "hooks", what, "-", "us a call", target, what.partition(":")[0])
+
+    asked = "get_num_new_matched_tokens: 8,192 hashes, all cached"
+    return [
+        one("step", "all hooks of one step, both halves: 64 decodes, nothing to do", 20.0),
+        one("meta", "build_connector_meta in such a step"),
+        one("scheduler", "the scheduler's other hooks: update_connector_output, stats, events, has_pending_push_work"),
+        one("rank", "a rank's hooks: handle_preemptions, get_finished, stats, build_connector_worker_meta"),
+        one("older", "all hooks, where the engine does not count its tokens in flight (0.28)"),
+        one("first/1", f"{asked}, asked first, path of 1 node", 1000.0),
+        one("first/64", f"{asked}, asked first, path of 64 nodes", 1000.0),
+        one("again", f"{asked}, asked again while the planner is as it was", 20.0),
+    ]
+
+
 ROWS: tuple[Row, ...] = (
     *_lookup(),
     *_commit(),
@@ -247,6 +264,7 @@ ROWS: tuple[Row, ...] = (
     *_eviction(),
     *_threads(),
     *_hardening(),
+    *_hooks(),
 )
 _BY_ID = {each.id: each for each in ROWS}
 

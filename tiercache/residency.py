@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,19 @@ from tiercache.keys import INT32_MIN
 from tiercache.slots import FREE, NO_OWNER, RESIDENT, SlotTable
 from tiercache.types import Bools, Floats, Hints, Idents, LevelSpec, Slots, Uses
 
-__all__ = ["Residency"]
+__all__ = ["Listener", "Residency"]
+
+
+class Listener(Protocol):
+    """Hears of every readable copy that comes and goes, while the change is made: it looks, and changes nothing."""
+
+    def changed(self, node: Node, begin: int, end: int, level: int, readable: bool) -> None:
+        """Blocks `[begin, end)` of a run got readable copies in `level`, or lose those that they had."""
+        ...
+
+    def cleared(self) -> None:
+        """All copies in all levels went at once."""
+        ...
 
 
 class Residency:
@@ -42,6 +55,7 @@ class Residency:
         self.restored: dict[Node, None] = {}
         """The same of what a restart found, as far as its own level goes; in other levels it has no place."""
         self.expiry = Expiry()
+        self.listener: Listener | None = None
 
     @property
     def levels(self) -> int:
@@ -55,6 +69,8 @@ class Residency:
         self.stale.clear()
         self.restored.clear()
         self.expiry.clear()
+        if self.listener is not None:
+            self.listener.cleared()
 
     # -- a node and its slots -----------------------------------------------------------------------------------
 
@@ -83,6 +99,8 @@ class Residency:
         """Take the slots of blocks `[begin, end)` in `level` away from the run and return them. They are not freed."""
         slots = present(node.slots[begin:end, level])
         if len(slots):
+            if self.listener is not None:
+                self._tell(level, slots, False)
             node.slots[begin:end, level] = ABSENT
             self.tables[level].owner[as_index(slots)] = NO_OWNER
             self._count(node, level, -len(slots))
@@ -181,6 +199,8 @@ class Residency:
         lengths = np.diff(bounds)
         table.owner[slots] = np.repeat(np.array([node.id for node in nodes], dtype=np.int32), lengths)
         table.pos[slots] = np.arange(len(slots)) - np.repeat(bounds[:-1], lengths)
+        for node in nodes if self.listener is not None else ():
+            self.listener.changed(node, 0, node.n, level, True)  # type: ignore[union-attr]
         self.restored.update((node, None) for node in nodes if not node.children)  # the others are in no order
 
     @staticmethod
@@ -231,9 +251,17 @@ class Residency:
 
     def set_state(self, level: int, slots: Slots, state: np.uint8) -> None:
         """These slots, which nodes own, are in another state now."""
+        if self.listener is not None:
+            self._tell(level, slots, bool(state == RESIDENT))
         self.tables[level].state[as_index(slots)] = state
         for node in self.owners(level, slots):
             node.whole = None
+
+    def _tell(self, level: int, slots: Slots, readable: bool) -> None:
+        """These slots, which nodes own, are about to become readable, or to be so no more; some may be so already."""
+        was_readable = self.tables[level].state[as_index(slots)] == RESIDENT
+        for node, begin, end in self.runs_of(level, slots[was_readable != readable]):
+            self.listener.changed(node, begin, end, level, readable)  # type: ignore[union-attr]
 
     def pin(self, level: int, slots: Slots) -> None:
         """One more user of these slots."""

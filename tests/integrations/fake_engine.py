@@ -109,7 +109,7 @@ class FakeEngine:
     """See the module."""
 
     def __init__(
-        self, settings: ConnectorSettings, num_blocks=24, *, counts_in_flight=True, seed=0, budget=24, slow_s=0.0
+        self, settings: ConnectorSettings, num_blocks=24, *, counts_in_flight=True, seed=0, budget=40, slow_s=0.0
     ):
         self.settings, self.ranks = settings, settings.ranks
         self.rng = random.Random(seed)
@@ -138,7 +138,9 @@ class FakeEngine:
         self.failed: set[str] = set()
         self.finished_ids: set[str] = set()
         self.in_flight: list[tuple[SimpleNamespace, list]] = []
-        self.loaded_blocks = 0
+        self.deferred: list[tuple[int, list[int]]] = []
+        """Blocks that are free once this step was taken over: a step before may still write to them."""
+        self.scheduled = self.taken_over = 0
         self.answers: dict[str, list[int]] = {}
         self.numbers = 0
         self.preemptions = 0
@@ -185,6 +187,12 @@ class FakeEngine:
     # -- blocks -------------------------------------------------------------------------------------------------
 
     def _free_blocks(self, ids):
+        if self.settings.overlaps and self.scheduled > self.taken_over:
+            self.deferred.append((self.scheduled, list(ids)))
+        else:
+            self._give_back(ids)
+
+    def _give_back(self, ids):
         for block in reversed(ids):
             self.refs[block] -= 1
             if self.refs[block] == 0:
@@ -241,6 +249,7 @@ class FakeEngine:
                 self._preempt(request)
                 break
             request.table += ids
+            self._cache_blocks(request, request.num_computed_tokens + n)
             grown[request.request_id] = ids
             counts[request.request_id] = n
             budget -= n
@@ -262,10 +271,10 @@ class FakeEngine:
             self._make_way()
         output = self._output(counts, new, resumed, grown)
         output.orders = self.scheduler.orders(output)
+        self.scheduled += 1
         for request_id, n in counts.items():
             request = self.requests[request_id]
             request.num_computed_tokens += n
-            self._cache_blocks(request, request.num_computed_tokens)
             if self.counts_in_flight:
                 request.num_in_flight_tokens += n
         return output
@@ -365,6 +374,7 @@ class FakeEngine:
         if external:
             request.status, request.loading = "LOADING", (computed // BLOCK_TOKENS, external // BLOCK_TOKENS)
             return 0
+        self._cache_blocks(request, computed + n)
         self.waiting.remove(request)
         request.status = "RUNNING"
         self.running.append(request)
@@ -373,7 +383,8 @@ class FakeEngine:
     # -- executing ----------------------------------------------------------------------------------------------
 
     def execute(self, output) -> SimpleNamespace:
-        """What the workers do in this step."""
+        """What the workers do in this step. Where steps overlap, it computes later, as on a GPU: when the next one has
+        begun its copies."""
         results = [self._execute(rank, output) for rank in range(self.ranks)]
         report = None
         for _, _, each in results:
@@ -387,13 +398,17 @@ class FakeEngine:
         worker = self.workers[rank]
         orders = pickle.loads(pickle.dumps(output.orders))
         worker.take(orders)
+        if not self.settings.overlaps:
+            self._work(rank, output)
+        worker.take(orders)
+        finished = worker.finished()
+        return set(finished.requests), set(finished.invalid), worker.report()
+
+    def _work(self, rank, output):
         for request, table, begin, n, run in output.work:
             if not request.tainted and run == request.runs:
                 self._check_rows(rank, request, table, begin, "read")
             self._compute(rank, request, table, begin, n)
-        worker.take(orders)
-        finished = worker.finished()
-        return set(finished.requests), set(finished.invalid), worker.report()
 
     def _compute(self, rank, request, table, begin, n):
         for at in range(begin, min(begin + n, len(request.tokens))):
@@ -420,6 +435,9 @@ class FakeEngine:
 
     def update(self, output, result):
         """Take over what a step brought."""
+        self.taken_over += 1
+        while self.deferred and self.deferred[0][0] <= self.taken_over:
+            self._give_back(self.deferred.pop(0)[1])
         self._invalid(result.invalid)
         for request_id, n in output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
@@ -484,10 +502,16 @@ class FakeEngine:
         if not hasattr(self, "_seen"):
             self._seen = {}
         output = self.schedule()
-        self.in_flight.append((output, None))
+        self.in_flight.append((output, self.execute(output)))
         while len(self.in_flight) > (1 if self.settings.overlaps else 0):
-            first, _ = self.in_flight.pop(0)
-            self.update(first, self.execute(first))
+            self._take_over()
+
+    def _take_over(self):
+        output, result = self.in_flight.pop(0)
+        if self.settings.overlaps:
+            for rank in range(self.ranks):
+                self._work(rank, output)
+        self.update(output, result)
 
     def drain(self, timeout_s=30.0):
         """Step until every request is answered and the connector wants no more steps."""
@@ -495,8 +519,7 @@ class FakeEngine:
         while self.requests or self.scheduler.has_work() or self.in_flight:
             assert time.monotonic() < until, f"{self.stuck()} {self.scheduler.has_work()}"
             if not self.requests and not self.scheduler.has_work():
-                first, _ = self.in_flight.pop(0)
-                self.update(first, self.execute(first))
+                self._take_over()
             else:
                 self.step()
                 if not self.running:
@@ -526,7 +549,13 @@ class FakeEngine:
         if not clean:
             self.stale_cache = set(self.cached)
             for request in self.requests.values():
-                request.tainted = True
+                fresh = (
+                    not self.in_flight
+                    and request.status == "LOADING"
+                    and not request.loading[0]
+                    and request.request_id not in self.ready
+                )
+                request.tainted |= not fresh
 
     def ask(self, tokens, more=2) -> Request:
         request = self.add(tokens, more)

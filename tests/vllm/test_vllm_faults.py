@@ -52,10 +52,10 @@ def push_to_disk(vllm: Vllm, *prompts: list[int], seed: int) -> None:
     """Compute them, and others after them until none of them is in DRAM any more."""
     for tokens in prompts:
         vllm.generate(tokens)
-        vllm.settle(quiet_s=0.5)
+        vllm.settle(quiet_s=0.2)
     for i in range(5):
         vllm.generate(prompt(seed * 1000 + i, N))
-        vllm.settle(quiet_s=0.5)
+        vllm.settle(quiet_s=0.2)
     vllm.forget()
 
 
@@ -135,7 +135,7 @@ def test_a_disk_too_small_is_told_at_the_start(launch: Any, tmp_path: Path) -> N
 def test_preemption(launch: Any, reference: Any, tmp_path: Path, late: bool) -> None:
     """24 blocks for three requests of 13: vLLM takes blocks from one that runs, which later computes or loads them."""
     tell(tmp_path / "seams", DELAYS if late else {})
-    prompts = [prompt(500 + i, N) for i in range(3)]
+    prompts = reference.steady([prompt(500 + i, N) for i in range(8)], 3, max_tokens=200)
     expected = reference(*prompts, max_tokens=200)
     config = connector("dram:8MiB", f"nvme:{tmp_path / 'kv'}:16MiB", seams=True, write_after_s=0.2)
     with launch(config, seams=tmp_path / "seams", num_gpu_blocks_override=24, max_model_len=640) as vllm:
@@ -147,3 +147,5 @@ def test_preemption(launch: Any, reference: Any, tmp_path: Path, late: bool) -> 
             vllm.forget()
         assert vllm.metric("vllm:num_preemptions") > 0
         assert vllm.loaded_tokens > 0
+        if late:  # copies out of blocks that vLLM had given to others meanwhile
+            assert vllm.look_inside()["counters"]["fenced"] > 0

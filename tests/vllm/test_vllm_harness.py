@@ -63,6 +63,7 @@ def test_a_start_that_fails_says_why(launch: Any) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_several_processes(launch: Any, reference: Any) -> None:
     with launch(None, several=True) as vllm:
         assert [each.tokens for each in vllm.generate(*PROMPTS)] == reference(*PROMPTS)

@@ -22,6 +22,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every vLLM runs on the first core
+    "OMP_NUM_THREADS": "1",
 }
 """What every vLLM of the tests runs under; set before vLLM is imported."""
 

@@ -140,13 +140,13 @@ class Vllm:
         }
         self._process: Any = None
         self._pipe: Connection | None = None
+        self._shared: set[Path] = set()
         self.pid = 0
         self.started_s = 0.0
 
     def __enter__(self) -> Vllm:
         import vllm_child
 
-        before = _shared_memory()
         context = nursery()
         self._pipe, theirs = context.Pipe()
         arguments = (theirs, str(self.log), self._environment, self._args)
@@ -154,7 +154,6 @@ class Vllm:
         self._process.start()
         self.pid = self._process.pid
         theirs.close()
-        self._leftovers = lambda: _unused(_shared_memory() - before)
         try:
             self.started_s = self._reply(self._start_s, "starting")["ready"]
         except BaseException:
@@ -237,6 +236,7 @@ class Vllm:
 
     def exit(self) -> None:
         """End it as a program that used vLLM would."""
+        self._shared |= shared_by(self.pid)
         self.ask("exit", EXIT_S)
         self._process.join(EXIT_S)
         ended = self._process.exitcode
@@ -245,6 +245,7 @@ class Vllm:
 
     def kill(self) -> None:
         """SIGKILL to all of its processes at once; they are gone when this returns."""
+        self._shared |= shared_by(self.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
@@ -252,7 +253,7 @@ class Vllm:
         wait_gone(self.pid, EXIT_S)
         if self._pipe is not None:
             self._pipe.close()
-        for path in self._leftovers():
+        for path in self._shared:
             path.unlink(missing_ok=True)
 
     def _reply(self, deadline_s: float, doing: str) -> dict[str, Any]:
@@ -273,7 +274,7 @@ class Vllm:
     def _tail(self, n: int = 40) -> str:
         """Without what vLLM says at each start."""
         try:
-            lines = [line for line in self.log.read_text(errors="replace").splitlines() if " INFO " not in line]
+            lines = [each for each in self.log.read_text(errors="replace").splitlines() if not _usual(each)]
         except OSError:
             return "(no log)"
         return f"the end of {self.log}:\n" + "\n".join(lines[-n:])
@@ -281,6 +282,20 @@ class Vllm:
     def said(self, text: str) -> bool:
         """Whether this text is in its log."""
         return text in self.log.read_text(errors="replace")
+
+
+def _usual(line: str) -> bool:
+    """What vLLM says at every start on a CPU."""
+    usual = (
+        " INFO ",
+        "[base.py:",
+        "[cpu_worker.py:",
+        "[vllm.py:",
+        "[cpu.py:",
+        "safetensors checkpoint shards",
+        "NUMA binding",
+    )
+    return not line.strip() or any(text in line for text in usual)
 
 
 def nursery() -> Any:
@@ -326,18 +341,16 @@ def _stacks(pid: int) -> str:
     return f" ({', '.join(found)})"
 
 
-def _shared_memory() -> set[Path]:
-    """Files that vLLM's processes share, which it leaves behind where they are killed."""
-    return set(Path("/dev/shm").glob("vllm_dist_*")) | set(Path("/dev/shm").glob("psm_*"))
-
-
-def _unused(files: set[Path]) -> set[Path]:
-    """Those that no process has mapped: another vLLM on this machine started meanwhile, and needs its own."""
-    for maps in Path("/proc").glob("[0-9]*/maps") if files else ():
+def shared_by(session: int) -> set[Path]:
+    """Files in shared memory that the processes of a session have mapped; vLLM leaves them where it is killed."""
+    found = set()
+    for pid in processes_of(session):
         with contextlib.suppress(OSError):
-            text = maps.read_text(errors="replace")
-            files = {each for each in files if str(each) not in text}
-    return files
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                _, _, path = line.partition("/dev/shm/")
+                if path and not path.endswith(" (deleted)"):
+                    found.add(Path("/dev/shm") / path)
+    return found
 
 
 # -- the files of a cache

@@ -9,7 +9,7 @@ operations:
 "fail": every block fails; "hang": blocks until the file says otherwise, or for two minutes; "garble": what is read has
 its bits inverted; "raise": the operation raises OSError. `delay_s`: each operation first sleeps for a time between
 these bounds, drawn from a seed and the rank. `after`: the first so many operations of a kind pass. {"files": {"full":
-true}}: the file system has no room.
+true}}: the file system has no room. "engine" stands for copies out of ("read") and into ("write") vLLM's own blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tiercache.types import Bools, Slots
 _HANG_S = 120.0
 _POLL_S = 0.01
 FOLDER = "TIERCACHE_SEAMS"
-DELAYS: dict[str, Any] = {"dram": {"delay_s": [0.05, 0.5]}, "nvme": {"delay_s": [0.05, 0.5]}}
+DELAYS: dict[str, Any] = {name: {"delay_s": [0.05, 0.5]} for name in ("dram", "nvme", "engine")}
 """Every operation is late, by another time on each rank."""
 
 
@@ -60,6 +60,7 @@ def calls(folder: Path, op: str, tier: str = "nvme", rank: int = 0) -> int:
 def controlled() -> Seams:
     """The seams of one worker, whose rank is known by now."""
     folder, rank = Path(os.environ[FOLDER]), _rank()
+    _control_engine_blocks(Control("engine", folder, rank))
     return Seams(wrap_tier=lambda tier: ControlledTier(tier, folder, rank), file_ops=ControlledFiles(folder, rank))
 
 
@@ -82,15 +83,63 @@ def _orders(folder: Path, rank: int, about: str) -> dict[str, Any]:
     return found
 
 
+class Control:
+    """Looks into the folder before every operation of one thing on one rank."""
+
+    def __init__(self, name: str, folder: Path, rank: int) -> None:
+        self._name, self._folder, self._rank = name, folder, rank
+        self._random = random.Random(f"{name} {rank}")
+        self._lock = threading.Lock()
+        self._seen: Counter[str] = Counter()
+
+    def meet(self, op: str) -> str | None:
+        """Sleep or hang as ordered, and say what else is to become of this operation; raises where it is to raise."""
+        with (self._folder / f"calls-{self._rank}-{self._name}-{op}").open("ab") as count:
+            count.write(b".")
+        orders = _orders(self._folder, self._rank, self._name)
+        if "delay_s" in orders:
+            with self._lock:
+                delay_s = self._random.uniform(*orders["delay_s"])
+            time.sleep(delay_s)
+        with self._lock:
+            self._seen[op] += op in orders
+            passes = self._seen[op] <= orders.get("after", 0)
+        order: str | None = None if passes else orders.get(op)
+        until = time.monotonic() + _HANG_S
+        while order == "hang" and time.monotonic() < until:
+            time.sleep(_POLL_S)
+            order = _orders(self._folder, self._rank, self._name).get(op)
+        if order == "raise":
+            raise OSError(errno.EIO, "planned")
+        return order
+
+
+def _control_engine_blocks(control: Control) -> None:
+    """Copies out of and into the engine's blocks meet it first; once per process."""
+    from tiercache.integrations.vllm_rows import HostPages
+
+    read, write = HostPages.read, HostPages.write
+    if getattr(read, "controlled", False):
+        return
+
+    def late_read(self: HostPages, block_ids: Slots) -> Rows:
+        control.meet("read")
+        return read(self, block_ids)
+
+    def late_write(self: HostPages, block_ids: Slots, rows: Rows) -> None:
+        control.meet("write")
+        write(self, block_ids, rows)
+
+    late_read.controlled = True  # type: ignore[attr-defined]
+    HostPages.read, HostPages.write = late_read, late_write  # type: ignore[method-assign]
+
+
 class ControlledTier(WrappedTier):
-    """A tier that looks into the folder before every operation."""
+    """A tier under `Control`."""
 
     def __init__(self, inner: SlotTier, folder: Path, rank: int) -> None:
         super().__init__(inner)
-        self._folder, self._at = folder, rank
-        self._random = random.Random(f"{inner.name} {rank}")
-        self._lock = threading.Lock()
-        self._seen: Counter[str] = Counter()
+        self._meet = Control(inner.name, folder, rank).meet
 
     def read(self, slots: Slots, rows: Rows) -> Bools:
         """See `SlotTier.read`."""
@@ -111,26 +160,6 @@ class ControlledTier(WrappedTier):
     def sync(self) -> bool:
         """See `SlotTier.sync`."""
         return self._meet("sync") != "fail" and self.inner.sync()
-
-    def _meet(self, op: str) -> str | None:
-        with (self._folder / f"calls-{self._at}-{self.name}-{op}").open("ab") as count:
-            count.write(b".")
-        orders = _orders(self._folder, self._at, self.name)
-        if "delay_s" in orders:
-            with self._lock:
-                delay_s = self._random.uniform(*orders["delay_s"])
-            time.sleep(delay_s)
-        with self._lock:
-            self._seen[op] += op in orders
-            passes = self._seen[op] <= orders.get("after", 0)
-        order: str | None = None if passes else orders.get(op)
-        until = time.monotonic() + _HANG_S
-        while order == "hang" and time.monotonic() < until:
-            time.sleep(_POLL_S)
-            order = _orders(self._folder, self._at, self.name).get(op)
-        if order == "raise":
-            raise OSError(errno.EIO, "planned")
-        return order
 
 
 class ControlledFiles(OsFiles):

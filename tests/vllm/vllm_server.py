@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from vllm_child import ENVIRONMENT
-from vllm_kit import BLOCK_TOKENS, HERE, MAX_TOKENS, POOL_BLOCKS, ROOT, Output, VllmError, processes_of, wait_gone
+from vllm_kit import (
+    BLOCK_TOKENS,
+    HERE,
+    MAX_TOKENS,
+    POOL_BLOCKS,
+    ROOT,
+    Output,
+    VllmError,
+    processes_of,
+    shared_by,
+    wait_gone,
+)
 
 START_S, REQUEST_S = 240.0, 60.0
 
@@ -54,6 +65,7 @@ class Server:
         }
         self._environment.pop("TIERCACHE_VLLM_NURSERY", None)
         self._process: subprocess.Popen[bytes] | None = None
+        self._shared: set[Path] = set()
 
     def __enter__(self) -> Server:
         with self.log.open("ab") as log:
@@ -103,6 +115,7 @@ class Server:
     def terminate(self, deadline_s: float) -> float:
         """SIGTERM as from an operator; the seconds until all of its processes were gone."""
         assert self._process is not None
+        self._shared |= shared_by(self._process.pid)
         began = time.monotonic()
         self._process.send_signal(signal.SIGTERM)
         while processes_of(self._process.pid):
@@ -115,8 +128,11 @@ class Server:
     def kill(self) -> None:
         """SIGKILL to everything that is left."""
         assert self._process is not None
+        self._shared |= shared_by(self._process.pid)
         wait_gone(self._process.pid, 30.0)
         self._process.wait(30.0)
+        for path in self._shared:
+            path.unlink(missing_ok=True)
 
     def _healthy(self) -> bool:
         try:

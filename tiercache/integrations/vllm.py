@@ -20,12 +20,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiercache.integrations.vllm_config import read_settings
+from tiercache.integrations.vllm_events import BlockEvents
 from tiercache.integrations.vllm_identity import engine_identity, layer_specs, rank_parts, vllm_ranks
 from tiercache.integrations.vllm_messages import Hello, StepOrders, StepReport
+from tiercache.integrations.vllm_metrics import (
+    TierCachePromMetrics,
+    TierCacheStats,
+    hit_sources,
+    kv_events,
+    publishes_events,
+    stats_of,
+)
 from tiercache.integrations.vllm_rows import pages_of
 from tiercache.integrations.vllm_scheduler import SchedulerSide
 from tiercache.integrations.vllm_support import check_supported
-from tiercache.integrations.vllm_worker import Finished, WorkerSide
+from tiercache.integrations.vllm_worker import SYMBOL_NBYTES, Finished, WorkerSide
 
 __all__ = ["TierCacheConnector"]
 
@@ -47,6 +56,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._identity = engine_identity(vllm_config, kv_cache_config, named=self._engine.named)
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler_side = SchedulerSide(self._engine, self._identity.digest)
+            if publishes_events(vllm_config):
+                self.scheduler_side.events = BlockEvents(SYMBOL_NBYTES, self.scheduler_side.block_tokens)
             for warning in warnings:
                 _log.warning(warning)
 
@@ -183,9 +194,41 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.reset(engine_cache_is_empty=cached is not None and len(cached) == 0)
         return True
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """From which tiers the tokens come that were just promised."""
+        planner = self._scheduler.planner
+        by_level = self._scheduler.hit_sources(request, num_external_tokens)
+        return hit_sources(by_level, planner.levels) if planner is not None else {}
+
     def take_events(self) -> Iterable[Any]:
-        """None yet."""
-        return ()
+        """KV events, where the engine publishes any."""
+        events, planner = self._scheduler.events, self._scheduler.planner
+        if events is None or planner is None:
+            return ()
+        return kv_events(events.take(), planner.levels, self._scheduler.block_tokens)
+
+    # -- both -------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> TierCacheStats | None:
+        """What this half counted since it was last asked."""
+        half = self.scheduler_side or self.worker_side
+        return None if half is None else stats_of(half.counts())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierCacheStats | None:
+        """From what another process sent."""
+        return TierCacheStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TierCachePromMetrics:
+        """Our metrics; their names begin with `vllm:tiercache_`."""
+        return TierCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 class _HelloMetadata(KVConnectorHandshakeMetadata):

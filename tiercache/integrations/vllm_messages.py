@@ -50,6 +50,8 @@ class StepOrders:
     fence: list[int] = field(default_factory=list)
     """Jobs (stores) that must be over, or called off, before the engine writes anything in this step."""
     wants_hello: bool = False
+    drains: bool = False
+    """No request runs in this step, and it may be the last one for a while."""
     echo: bool = False
     """The scheduler's half wants to hear of the end of this step, also where there is nothing else to say."""
 

@@ -26,6 +26,8 @@ class Agreement:
     """What all of them hold in the same slot."""
     lacking: Slots
     """Slots in which some rank holds what not all do: to be forgotten."""
+    reason: str = ""
+    """Why some rank found nothing that it may use; "": each did, or nothing persists."""
 
 
 def agree(hellos: Mapping[int, Hello], epoch: bytes | None) -> Agreement:
@@ -49,13 +51,14 @@ def agree(hellos: Mapping[int, Hello], epoch: bytes | None) -> Agreement:
     epochs = {each.epoch for each in told} | ({epoch} if epoch is not None else set())
     held = [each.recovered for each in told if each.recovered is not None]
     nothing = np.empty(0, dtype=np.int32)
+    reason = next((each.reason for each in held if each.reason), "")
     if len(epochs) != 1 or len(held) < len(told):
-        return Agreement(specs, epochs.pop() if len(epochs) == 1 else None, None, nothing)
+        return Agreement(specs, epochs.pop() if len(epochs) == 1 else None, None, nothing, reason)
     common = functools.reduce(np.bitwise_and, (_kept(held[0], other, specs[-1].capacity) for other in held))
     common = _closed(common, held[0].parents)
     all_slots = np.unique(np.concatenate([each.slots for each in held]))
     lacking = np.setdiff1d(all_slots, held[0].slots[common]).astype(np.int32)
-    return Agreement(specs, epochs.pop(), _part(held[0], common, specs[-1].capacity), lacking)
+    return Agreement(specs, epochs.pop(), _part(held[0], common, specs[-1].capacity), lacking, reason)
 
 
 def _kept(mine: Recovered, other: Recovered, capacity: int) -> np.ndarray:

@@ -24,7 +24,9 @@ class RequestState:
     retry_at: int = 0
     """Where a store was cut: the planner's version from which on it is worth another try."""
     in_flight: deque[tuple[int, int]] = field(default_factory=deque)
-    """(step, tokens) of steps whose output was not processed yet."""
+    """(step, tokens) of steps whose output was not processed when it was last looked at."""
+    pending: int = 0
+    """Tokens in there."""
     most: int | None = None
     """No more leading blocks than these are offered: a load of the next one failed."""
     may_store: bool = True
@@ -33,7 +35,10 @@ class RequestState:
     """Tokens that steps were to compute since it began."""
     first_tokens: int = 0
     """Of these, those of the first step."""
+    begun: bool = False
+    """The first step is over."""
     first_step: bool = True
+    """Nothing was stored since it began."""
     local_blocks: int = 0
     """Blocks that the engine had itself when it last asked."""
     answer: tuple[int, int, int] = (-1, -1, 0)
@@ -56,14 +61,21 @@ class RequestState:
             self._hashes = known
         return self._symbols
 
+    @property
+    def counted(self) -> bool:
+        """Does the engine count its tokens in flight itself?"""
+        return hasattr(self.request, _IN_FLIGHT)
+
     def scheduled(self, step: int, tokens: int) -> bool:
-        """A step is going to compute this many tokens. False where that is not noted: the engine counts them itself."""
+        """A step is going to compute this many tokens. False where that is not noted: the engine counts them itself.
+        Where it does, and the first step is over, this need not be called."""
         if not self.first_tokens:
             self.first_tokens = tokens
         self.given += tokens
-        if hasattr(self.request, _IN_FLIGHT):
+        if self.counted:
             return False
         self.in_flight.append((step, tokens))
+        self.pending += tokens
         return True
 
     def processed_tokens(self, processed_step: int) -> int:
@@ -76,10 +88,12 @@ class RequestState:
         pending: int | None = getattr(self.request, _IN_FLIGHT, None)
         if pending is None:
             while self.in_flight and self.in_flight[0][0] <= processed_step:
-                self.in_flight.popleft()
-            pending = sum(each for _, each in self.in_flight)
-        if self.given - pending < max(1, self.first_tokens):
-            return 0
+                self.pending -= self.in_flight.popleft()[1]
+            pending = self.pending
+        if not self.begun:
+            if self.given - pending < max(1, self.first_tokens):
+                return 0
+            self.begun = True
         tokens: int = self.request.num_computed_tokens
         return tokens - pending
 
@@ -87,8 +101,9 @@ class RequestState:
         """It runs from the start, or anew after a preemption, in these blocks."""
         self.table, self.stored, self.retry_at = table, 0, 0
         self.given = self.first_tokens = 0
-        self.first_step = True
+        self.begun, self.first_step = False, True
 
     def distrust(self) -> None:
         """Blocks of its table turned out to hold nothing valid; it computes them anew, from its next step on."""
         self.stored = self.given = self.first_tokens = 0
+        self.begun = False

@@ -10,14 +10,15 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tiercache.assembly import make_planner, steady_wall_clock
-from tiercache.directory import read_small, write_durably
 from tiercache.integrations.vllm_config import ConnectorSettings
+from tiercache.integrations.vllm_counts import Payload, SchedulerCounters, SchedulerMeter
+from tiercache.integrations.vllm_epoch import EpochFile
+from tiercache.integrations.vllm_events import BlockEvents
 from tiercache.integrations.vllm_messages import Attach, Hello, LoadOrder, StepOrders, StepReport
 from tiercache.integrations.vllm_ranks import RankResults, agree
 from tiercache.integrations.vllm_requests import RequestState
@@ -25,28 +26,9 @@ from tiercache.integrations.vllm_worker import SYMBOL_NBYTES
 from tiercache.planner import Load, Planner
 from tiercache.types import Forget, JobResult, Slots
 
-__all__ = ["SchedulerCounters", "SchedulerSide"]
+__all__ = ["SchedulerSide"]
 
 _log = logging.getLogger("tiercache.vllm")
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """What happened so far. Tokens unless it says otherwise."""
-
-    asked: int = 0
-    """Of prompts that were looked up, past what the engine had itself."""
-    promised: int = 0
-    loaded: int = 0
-    failed: int = 0
-    """Promised, but did not come."""
-    stored: int = 0
-    loads: int = 0
-    stores: int = 0
-    stores_cut: int = 0
-    fenced: int = 0
-    """Stores that a step had to wait for, or that were called off, since it overwrites their blocks."""
-    resets: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +56,12 @@ class SchedulerSide:
         self.block_tokens = engine.settings.block_tokens
         self.counters = SchedulerCounters()
         self.planner: Planner | None = None
+        self.events: BlockEvents | None = None
+        """Where the engine publishes KV events."""
+        self.cold_reason = ""
+        """Why nothing was found at the start."""
+        self._meter = SchedulerMeter(self.block_tokens)
+        self._epoch_file = EpochFile(engine.directory)
         self._digest = ident_digest
         self._clock = clock or steady_wall_clock()
         self._hellos: dict[int, Hello] = {}
@@ -93,6 +81,8 @@ class SchedulerSide:
         self._allocated: list[int] = []
         """Engine blocks handed out since the last step."""
         self._processed = 0
+        self._counted = False
+        """The engine counts the tokens of its requests that are in flight (0.32)."""
         self._endpoints = 0
         self.version = 0
         """Changes whenever an answer of the planner may."""
@@ -108,14 +98,17 @@ class SchedulerSide:
         self._hellos[hello.rank] = hello
         if len(self._hellos) < self.engine.ranks:
             return
-        known = self._read_epoch()
+        known = self._epoch_file.read()
         agreed = agree(self._hellos, known)
         epoch = agreed.epoch or os.urandom(16)
         self.planner = make_planner(self.engine.settings, agreed.specs, SYMBOL_NBYTES, epoch, self._digest)
-        if agreed.epoch is None or (known is None and self._epoch_path() is not None):
+        self.planner.state.residency.listener = self.events
+        self.cold_reason = agreed.reason
+        if agreed.epoch is None or (known is None and self._epoch_file.path is not None):
             epoch = os.urandom(16)
-            self._write_epoch(epoch)
+            self._epoch_file.write(epoch)
             self.planner.new_epoch(epoch, self._clock())
+            self.cold_reason = self.cold_reason or "epoch"
         elif agreed.recovered is not None:
             self.planner.restore(agreed.recovered)
             if len(agreed.lacking):
@@ -124,33 +117,12 @@ class SchedulerSide:
         found = self.planner.totals().recovered
         _log.info("tiercache: %d blocks (%d tokens) are there from before", found, found * self.block_tokens)
 
-    def _epoch_path(self) -> Path | None:
-        return None if self.engine.directory is None else self.engine.directory / "epoch"
-
-    def _read_epoch(self) -> bytes | None:
-        """The engine's epoch, which only this half writes; None where there is none (or it cannot be read)."""
-        path = self._epoch_path()
-        if path is None:
-            return None
-        try:
-            return bytes.fromhex(read_small(path).decode("ascii").strip())
-        except (OSError, ValueError):
-            return None
-
-    def _write_epoch(self, epoch: bytes) -> None:
-        path = self._epoch_path()
-        if path is None:
-            return
-        try:
-            write_durably(path, epoch.hex().encode() + b"\n")
-        except OSError as error:
-            _log.error("%s cannot be written (%s): after a crash, blocks from before this may be found", path, error)
-
     # -- what the engine asks -----------------------------------------------------------------------------------
 
     def add(self, request: Any) -> None:
         """A new request."""
-        self._requests[request.request_id] = RequestState(request)
+        self._requests[request.request_id] = state = RequestState(request)
+        self._counted = state.counted
 
     def _state(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)
@@ -221,6 +193,7 @@ class SchedulerSide:
         orders, planner = self._orders, self.planner
         self._step += 1
         orders.step = self._step
+        orders.drains = not output.num_scheduled_tokens
         fresh = self._follow(output)
         if planner is None:
             orders.wants_hello = True
@@ -233,7 +206,7 @@ class SchedulerSide:
             orders.messages.extend(planner.take_messages())
         for request_id, tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is not None:
+            if state is not None and not (state.begun and self._counted):
                 orders.echo |= state.scheduled(self._step, tokens)
         self._orders = StepOrders(0)
         return orders
@@ -247,10 +220,14 @@ class SchedulerSide:
             fresh += ids[new.num_computed_tokens // self.block_tokens :]
             if state is not None:
                 state.restart(ids)
+                self._meter.begins(state)
         cached = output.scheduled_cached_reqs
-        for i, request_id in enumerate(cached.req_ids):
-            new_ids = cached.new_block_ids[i]
-            if request_id in cached.resumed_req_ids:
+        resumed = cached.resumed_req_ids
+        for i, new_ids in enumerate(cached.new_block_ids):
+            if not new_ids and not resumed:
+                continue
+            request_id = cached.req_ids[i]
+            if request_id in resumed:
                 ids = list(new_ids[0]) if new_ids else []
                 fresh += ids[cached.num_computed_tokens[i] // self.block_tokens :]
                 state = self._requests.get(request_id)
@@ -266,10 +243,17 @@ class SchedulerSide:
         return fresh
 
     def _store_processed(self, request_ids: Iterable[str]) -> None:
+        requests, counted, size = self._requests, self._counted, self.block_tokens
         for request_id in request_ids:
-            state = self._requests.get(request_id)
+            state = requests.get(request_id)
             if state is None:
                 continue
+            if not state.first_step:  # in the middle of a block, as most are most of the time?
+                request = state.request
+                more = request.num_computed_tokens - state.stored * size
+                pending = request.num_in_flight_tokens if counted else state.pending  # never too few
+                if pending <= more < size:
+                    continue
             done = min(state.processed_tokens(self._processed) // self.block_tokens, state.hashes)
             if done > state.stored or (state.first_step and done):
                 self._store(state, done)
@@ -300,6 +284,8 @@ class SchedulerSide:
             if plan.job:
                 self._endpoint(ids, once=True)
                 self._note_sources(plan.job)
+                if self.events is not None:
+                    self.events.stores(plan.job, state.request, state.symbols(), begin, blocks)
             if plan.reason != "parent_missing":
                 break
         assert plan is not None
@@ -370,6 +356,8 @@ class SchedulerSide:
         assert planner is not None
         now = self._clock()
         for message in self._results.take(report.messages):
+            if self.events is not None:
+                self.events.commits(message)
             planner.commit(message, now)
             if isinstance(message, JobResult):
                 self._forget_sources(message.job)
@@ -397,6 +385,7 @@ class SchedulerSide:
 
     def finish(self, request: Any, block_ids: Sequence[int]) -> None:
         """The request is over (or aborted); its blocks are the engine's again when this returns."""
+        self._meter.ends(request)
         state = self._requests.pop(request.request_id, None)
         if state is None or not state.table or request.request_id in self._loads:
             return  # it never ran, or what it waits for has not come
@@ -405,6 +394,11 @@ class SchedulerSide:
         if blocks > state.stored or (state.first_step and blocks):
             state.table, state.retry_at = list(block_ids), 0
             self._store(state, blocks)
+
+    def counts(self) -> Payload | None:
+        """What happened since this was last asked; None: nothing, or it is too early to ask again."""
+        draining = not self._requests and not self.has_work()
+        return self._meter.take(self.version, self.counters, self.planner, self.cold_reason, draining)
 
     def has_work(self) -> bool:
         """Must the engine make steps although it has nothing to do? While stores copy, and for what was decided since
@@ -419,7 +413,7 @@ class SchedulerSide:
         engine_cache_is_empty: False where the engine's own prefix cache, or a running request, may hold KV of before.
         """
         epoch = os.urandom(16)
-        self._write_epoch(epoch)
+        self._epoch_file.write(epoch)
         self.counters.resets += 1
         self.stale_engine_cache = not engine_cache_is_empty
         if self.planner is None:

@@ -14,6 +14,7 @@ import numpy as np
 from tiercache.assembly import OpenTiers, known_layout, make_mover, nvme_of, obtaining, open_tiers
 from tiercache.directory import StoreDirectory
 from tiercache.integrations.vllm_config import ConnectorSettings
+from tiercache.integrations.vllm_counts import Payload, RankMeter
 from tiercache.integrations.vllm_messages import Hello, LoadOrder, StepOrders, StepReport
 from tiercache.integrations.vllm_rows import BlockRows, Pages
 from tiercache.layout import KVLayout, Namespace
@@ -88,7 +89,8 @@ class WorkerSide:
         self._delayed: set[int] = set()
         self._step = 0
         self._wants_hello = False
-        self._echo = False
+        self._echo = self._drains = False
+        self._meter = RankMeter(rank)
         nvme = nvme_of(settings)
         self._directory: StoreDirectory | None = None
         with obtaining(settings), ExitStack() as undo:
@@ -125,7 +127,7 @@ class WorkerSide:
         called off). The same step a second time does nothing."""
         if orders.step == self._step:
             return
-        self._step, self._echo = orders.step, orders.echo
+        self._step, self._echo, self._drains = orders.step, orders.echo, orders.drains
         if orders.is_empty() or self.closed:
             return
         self._wants_hello = self._wants_hello or orders.wants_hello
@@ -169,7 +171,7 @@ class WorkerSide:
                 if endpoint in self._watches:
                     self._watches[endpoint].voided = True
             for endpoint in orders.closed:
-                watch = self._watches.pop(endpoint, None)
+                watch = self._watches.get(endpoint)
                 if watch is not None:
                     watch.closed = True
                     if watch.jobs == 0:
@@ -181,6 +183,7 @@ class WorkerSide:
         """Called by the mover's threads."""
         with self._changed:
             self._arrived.append(message)
+            self._meter.changed = True
             if isinstance(message, JobOverdue | JobResult):
                 if message.job in self._watch_of:
                     self._load_over(*self._watch_of.pop(message.job), message)
@@ -203,6 +206,8 @@ class WorkerSide:
             return _NOTHING
         with self._lock:
             over, self._over = self._over, []
+            for watch in over:
+                self._watches.pop(watch.order.endpoint, None)
         finished = Finished()
         for watch in over:
             finished.requests.add(watch.order.request)
@@ -223,6 +228,10 @@ class WorkerSide:
             self._wants_hello = False
             report.hellos[self.rank] = self.hello()
         return report
+
+    def counts(self) -> Payload | None:
+        """What this rank's mover did since it was last asked; None: nothing, or it is too early to ask again."""
+        return None if self.closed else self._meter.take(self.mover, self._drains)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
