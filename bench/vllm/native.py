@@ -1,7 +1,7 @@
 """vLLM's own tiering (DRAM over its file system tier) on a platform without a GPU.
 
-Everything is vLLM's but the worker between engine and DRAM, which has CUDA streams there and index copies here. They run
-inside the step. Named by `spec_name` and `spec_module_path` of an OffloadingConnector.
+Everything is vLLM's but the worker between engine and DRAM, which has CUDA streams there and index copies here, inside
+the step. Named by `spec_name` and `spec_module_path` of an OffloadingConnector.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=9, help="rounds that count (%(default)s)")
     parser.add_argument("--dir", type=Path, default=None, help="where files go (8 GiB); a folder in it, removed")
     parser.add_argument("--no-results", action="store_true", help="write no results file, print them")
-    parser.add_argument("--report", action="store_true", help="only write docs/vllm-benchmarks.md from the newest results")
+    parser.add_argument("--report", action="store_true", help="only write docs/vllm-benchmarks.md (newest results)")
     args = parser.parse_args()
     if args.report:
         tell(f"{write(RESULTS)} written")

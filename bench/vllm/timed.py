@@ -37,7 +37,8 @@ class TimedConnector(TierCacheConnector):
     """See the module."""
 
 
+_NOT_IN_STEPS = ("shutdown", "register_kv_caches")
 for _name, _hook in vars(TierCacheConnector).items():
-    if callable(_hook) and not _name.startswith("_") and _name not in ("shutdown", "register_kv_caches"):
-        if not isinstance(_hook, staticmethod | classmethod):
-            setattr(TimedConnector, _name, _timed(_name, _hook))
+    _is_method = callable(_hook) and not isinstance(_hook, staticmethod | classmethod)
+    if _is_method and not _name.startswith("_") and _name not in _NOT_IN_STEPS:
+        setattr(TimedConnector, _name, _timed(_name, _hook))
