@@ -5,16 +5,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test browser test-slow test-vllm soak campaign planted-faults bench bench-peers bench-report hit-ratios lint types wheel clean
+.PHONY: help demo demo-vllm bench-vllm test browser test-slow test-vllm soak campaign planted-faults bench bench-peers bench-report hit-ratios lint types wheel clean
 
 help:
 	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
+	@echo "make demo-vllm  vllm serve on CPUs: a chat, a stop, the chat again; then a kill (3 GB the first time; ARGS=--json)"
 	@echo "make test       the test suite; COV=1: with branch coverage; HYPOTHESIS_PROFILE=nightly: other examples"
 	@echo "make browser    install chromium where that is possible: the tests open a report page in it"
 	@echo "make test-slow  the tests marked slow (minutes)"
 	@echo "make bench      all benchmarks, about 8 minutes; QUICK=1: a few minutes; SMOKE=1: do they run?"
 	@echo "make bench-peers  tiercache and its peers in one run, about 10 minutes, and the first time to build (ARGS=--help)"
 	@echo "make test-vllm  the real vLLM on CPUs, 3 GB the first time; SLOW=1: all of it; VLLM=0.28.0: another version of it"
+	@echo "make bench-vllm first tokens of a real vLLM on CPUs: computed, loaded, and with its own connectors (about 15 minutes)"
 	@echo "make soak       10 minutes at 100 % full with faults: nothing may grow (SOAK_S=seconds)"
 	@echo "make campaign   10,000 power cuts (about four minutes on two quiet cores)"
 	@echo "make bench-report  docs/benchmarks.md and its pictures, from the newest results"
@@ -37,6 +39,9 @@ $(VENV)/test.stamp: pyproject.toml | $(BIN)/python
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/tiercache demo
+
+demo-vllm:
+	python=$$($(PYTHON) tests/vllm/vllm_venv.py) && PYTHONPATH="$(CURDIR)" "$$python" -m bench.vllm.demo $(ARGS)
 
 # The gate is the share of branches; the figure that coverage itself shows mixes lines into it.
 test: $(VENV)/test.stamp
@@ -86,6 +91,9 @@ hit-ratios: $(VENV)/demo.stamp
 
 bench-peers: $(VENV)/demo.stamp
 	$(BIN)/python bench/peers/run.py $(ARGS)
+
+bench-vllm:
+	python=$$($(PYTHON) tests/vllm/vllm_venv.py) && PYTHONPATH="$(CURDIR)" "$$python" -m bench.vllm.run $(ARGS)
 
 planted-faults: $(VENV)/test.stamp
 	$(BIN)/python tests/planted/plant.py

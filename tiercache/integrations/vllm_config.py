@@ -28,6 +28,8 @@ _REFUSED = {
     "block_tokens": "the engine's --block-size is used",
     "epoch": "the engine's resets make epochs",
     "remote": "remote tiers are not available in this version",
+    "ttl_s": "blocks do not end by themselves in this version",
+    "prefill_tokens_per_s": "all that is found is offered in this version",
 }
 
 
@@ -105,7 +107,7 @@ def _settings(extra: Mapping[str, Any]) -> Settings:
         raise ConfigError(f"{_WHERE}.tiers", None, 'a list is needed, such as ["dram:64GiB", "nvme:/mnt/kv:1TiB"]')
     else:
         settings = load_config(own)
-    if settings.layout is not None or settings.epoch is not None or settings.remote is not None:
+    if any(getattr(settings, name) is not None for name in _REFUSED if name != "block_tokens"):
         raise ConfigError(f"{_WHERE}.config", extra.get("config"), f"leave out {', '.join(_REFUSED)}")
     if not any(isinstance(tier, DRAM) for tier in settings.tiers):
         raise ConfigError(f"{_WHERE}.tiers", own.get("tiers"), "a DRAM tier is needed, such as dram:64GiB")

@@ -30,6 +30,9 @@ SYMBOL_NBYTES = 32
 """A block hash of vLLM's sha256 algorithms."""
 FENCE_S = 0.05
 """How long a step waits for copies out of blocks that it is about to overwrite, before it calls them off."""
+REST_S = 0.001
+"""How long a step that computes nothing waits for copies at most. Without it an engine that waits for a load makes
+thousands of steps a second, and takes the interpreter from the threads that copy: loads took three times as long."""
 SHUTDOWN_S = 3.0
 """vLLM gives a worker 5 s."""
 
@@ -84,6 +87,8 @@ class WorkerSide:
         self._watch_of: dict[int, tuple[_LoadWatch, Slots]] = {}
         """By job: whose it is, and its rows."""
         self._over: list[_LoadWatch] = []
+        self._copies: set[int] = set()
+        """Jobs into or out of the engine's blocks that are not over."""
         self._writes: set[int] = set()
         """Copies below the engine that are not over; delayed ones, too."""
         self._delayed: set[int] = set()
@@ -160,6 +165,8 @@ class WorkerSide:
         if watch is not None:
             watch.jobs += 1
             self._watch_of[message.id] = watch, message.dst_slots
+        if message.endpoint:
+            self._copies.add(message.id)
         if message.kind == "write":
             self._writes.add(message.id)
             if message.start_after_s > 0:
@@ -188,9 +195,9 @@ class WorkerSide:
                 if message.job in self._watch_of:
                     self._load_over(*self._watch_of.pop(message.job), message)
                 self._delayed.discard(message.job)
-                if message.job in self._writes:
-                    self._writes.discard(message.job)
-                    self._changed.notify_all()
+                self._copies.discard(message.job)
+                self._writes.discard(message.job)
+                self._changed.notify_all()
 
     def _load_over(self, watch: _LoadWatch, rows: Slots, message: JobOverdue | JobResult) -> None:
         """A job of this load touches its rows no more."""
@@ -201,7 +208,11 @@ class WorkerSide:
             self._over.append(watch)
 
     def finished(self) -> Finished:
-        """Loads that are over since the last call."""
+        """Loads that are over since the last call. In a step that computes nothing copies get a moment to go on."""
+        if self._drains and self._copies:
+            with self._changed:
+                if not (self._over or self._arrived):
+                    self._changed.wait(REST_S)
         if not self._over:
             return _NOTHING
         with self._lock:
