@@ -42,12 +42,21 @@ __all__ = ["TierCacheConnector"]
 _log = logging.getLogger("tiercache.vllm")
 
 
+def _share_the_log() -> None:
+    """What tiercache says appears where vLLM's own words do, unless somebody has set that up already."""
+    ours, theirs = logging.getLogger("tiercache"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers and ours.level == logging.NOTSET:
+        ours.handlers, ours.propagate = list(theirs.handlers), theirs.propagate
+        ours.setLevel(theirs.level)
+
+
 class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):
     """One per role: the scheduler's, and one in each worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """ConfigError where the configuration is wrong, or the engine is one that cannot be served."""
         super().__init__(vllm_config, role, kv_cache_config)
+        _share_the_log()
         self._engine = read_settings(vllm_config)
         warnings = check_supported(vllm_config, kv_cache_config)
         self.scheduler_side: SchedulerSide | None = None

@@ -83,7 +83,13 @@ def read_settings(vllm_config: Any) -> ConnectorSettings:
     _warn_of_policy(transfer)
     role = str(transfer.kv_role)
     return ConnectorSettings(
-        settings=replace(settings, tiers=_shares(settings, engines * ranks), block_tokens=_block_tokens(vllm_config)),
+        settings=replace(
+            settings,
+            tiers=_shares(settings, engines * ranks),
+            block_tokens=_block_tokens(vllm_config),
+            # an engine ends without a drain: what has left the disk for DRAM would end with it
+            exclusive=bool(settings.exclusive),
+        ),
         ranks=ranks,
         engine=engine,
         loads=role in ("kv_both", "kv_consumer") and settings.loads_enabled,
