@@ -77,7 +77,7 @@ def test_sigterm(model: Path, reference: Any, tmp_path: Path, timeout_s: int) ->
 def _complete_beside(server: Server, tokens: list[int], max_tokens: int) -> threading.Thread:
     def ask() -> None:
         try:
-            server.complete(tokens, max_tokens)
+            server.complete(tokens, max_tokens, within_s=3.0)  # vLLM waits for its clients to hang up
         except Exception:  # noqa: BLE001 - the server is ended meanwhile
             return
 

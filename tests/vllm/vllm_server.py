@@ -88,7 +88,13 @@ class Server:
     def __exit__(self, *raised: object) -> None:
         self.kill()
 
-    def complete(self, tokens: Sequence[int], max_tokens: int = MAX_TOKENS, rank: int | None = None) -> Output:
+    def complete(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int = MAX_TOKENS,
+        rank: int | None = None,
+        within_s: float = REQUEST_S,
+    ) -> Output:
         """Greedy completion of a prompt; `rank`: by this data-parallel engine."""
         body = {
             "model": "tiny",
@@ -104,7 +110,7 @@ class Server:
         url = f"http://127.0.0.1:{self.port}/v1/completions"
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         try:
-            with urllib.request.urlopen(request, timeout=REQUEST_S) as response:
+            with urllib.request.urlopen(request, timeout=within_s) as response:
                 answer = json.load(response)
         except urllib.error.HTTPError as error:
             raise VllmError(f"{error}: {error.read().decode(errors='replace')}") from error
