@@ -1,6 +1,8 @@
 # Everything a fresh machine needs is set up by the targets themselves: Python 3.11 or newer, make, gcc.
 PYTHON ?= python3
 VENV ?= .venv
+# Processes of the test suites.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -46,10 +48,10 @@ demo-vllm:
 # The gate is the share of branches; the figure that coverage itself shows mixes lines into it.
 test: $(VENV)/test.stamp
 ifdef COV
-	$(BIN)/python -m pytest --cov --cov-report=term --cov-report=html --cov-report=json
+	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term --cov-report=html --cov-report=json
 	$(BIN)/python tests/branch_coverage.py htmlcov/coverage.json 90
 else
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 endif
 
 # As root with apt-get; anywhere else, or where that fails, the tests that need it skip, and this says so. Never fails.
@@ -60,7 +62,7 @@ browser:
 	  || echo "*** NO CHROMIUM, AND IT COULD NOT BE INSTALLED: THE TESTS OF THE REPORT PAGE IN A BROWSER ARE SKIPPED ***" >&2
 
 test-slow: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) -m slow
 
 # vLLM lives in an environment of its own, in a cache folder that checkouts share; the package is this checkout's.
 VLLM_MARKS := vllm$(if $(SLOW),, and not slow)

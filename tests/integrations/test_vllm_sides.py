@@ -129,6 +129,17 @@ def test_tokens_in_flight_are_not_stored(alone):
     assert job.n == 2
 
 
+def test_what_a_neighbour_computes_in_the_first_step_is_not_stored_before_it_is_over(alone):
+    request = Request("a", 16, num_computed_tokens=8)
+    alone.side.add(request)
+    alone.side.matched_tokens(request, 8)
+    alone.side.allocated(request, [1, 2, 3, 4], 0)
+    assert not alone.stores(alone.side.orders(step_of(new=[(request, [1, 2, 3, 4], 8)])))
+    request.num_computed_tokens = 16
+    (job,) = alone.stores(alone.side.orders(step_of(running={"a": 1})))
+    assert job.n == 4
+
+
 def test_what_a_failed_load_lacked_is_not_offered_again(alone):
     stored(alone)
     request = Request("b", 16)
@@ -171,8 +182,10 @@ def test_an_aborted_load_stores_nothing(alone):
     stored(alone)
     request = Request("b", 16)
     alone.side.add(request)
+    alone.side.orders(step_of(new=[(request, [1, 2, 3, 4], 4)]))  # and preempted
     alone.side.matched_tokens(request, 0)
     alone.side.allocated(request, [5, 6, 7, 8], 16)
+    alone.side.planner.invalidate(b"", 0, 0.0)
     request.num_computed_tokens = 16
     alone.side.finish(request, [5, 6, 7, 8])
     assert not alone.stores(alone.side.orders(step_of()))
@@ -286,6 +299,37 @@ def test_a_load_is_over_with_its_last_job_once_and_tells_what_did_not_come(make_
     assert (over[-1].requests, over[-1].invalid) == ({"r"}, {13})
     assert np.array_equal(memory[0, [10, 11, 12]], memory[0, [3, 4, 5]])
     assert worker.finished().requests == set()
+
+
+class Traced(HostPages):
+    """Reads take their time."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.trace = []
+
+    def read(self, block_ids):
+        self.trace.append("read")
+        threading.Event().wait(0.02)
+        rows = super().read(block_ids)
+        self.trace.append("was read")
+        return rows
+
+    def write(self, block_ids, rows):
+        self.trace.append("written")
+        super().write(block_ids, rows)
+
+
+def test_no_load_writes_into_a_block_before_the_store_that_reads_it_is_over(make_worker):
+    worker, memory = filled(make_worker)
+    worker.pages = Traced(list(memory))
+    store = job(2, "store", [0], [3], 2, worker.epoch)
+    worker.take(StepOrders(2, [Attach(2, ids(7), True)], [], [store]))
+    load = job(3, "load", [0], [0], 3, worker.epoch)
+    orders = StepOrders(3, [Attach(3, ids(7), False)], [LoadOrder(3, "r", 0, 1)], [load], closed=[3], fence=[2])
+    worker.take(orders)
+    assert until(worker, lambda: worker.finished().requests)
+    assert worker.pages.trace == ["read", "was read", "written"]
 
 
 def test_a_voided_load_brings_nothing_also_after_it_was_closed(make_worker):

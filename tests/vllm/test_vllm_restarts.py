@@ -145,7 +145,7 @@ def test_a_reset_is_durable(launch: Any, reference: Any, left_behind: Path, tmp_
     "disk",
     [
         "64MiB",
-        pytest.param("16MiB", marks=pytest.mark.xfail(strict=True, reason="a load leaves no copy on so small a disk")),
+        "16MiB",
     ],
 )
 def test_a_second_restart(launch: Any, reference: Any, tmp_path: Path, disk: str) -> None:
