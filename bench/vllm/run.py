@@ -180,6 +180,7 @@ def figures(rounds: Sequence[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]
                     "computed_s": asdict(Spread.of([each["first_s"] for each in against])),
                     "sooner": asdict(_ratios(against, mine)),
                     "over_tiercache": asdict(_ratios(mine, ours)),
+                    "cpu_over_tiercache": asdict(_ratios(mine, ours, "cpu_s")),
                     "cached": sorted({each["cached"] for each in mine}),
                     "equal": sum(a["tokens"] == b["tokens"] for a, b in zip(mine, known, strict=True) if b),
                     "compared": sum(b is not None for b in known),
@@ -188,8 +189,8 @@ def figures(rounds: Sequence[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]
     return rows
 
 
-def _ratios(above: Sequence[dict[str, Any]], below: Sequence[dict[str, Any]]) -> Spread:
-    return Spread.of([a["first_s"] / b["first_s"] for a, b in zip(above, below, strict=True)])
+def _ratios(above: Sequence[dict[str, Any]], below: Sequence[dict[str, Any]], of: str = "first_s") -> Spread:
+    return Spread.of([a[of] / b[of] for a, b in zip(above, below, strict=True)])
 
 
 def run(work: Path, pairs: int) -> dict[str, Any]:
