@@ -570,5 +570,6 @@ class FakeEngine:
         """Let go of files and threads without finishing anything."""
         for worker in self.workers:
             worker.mover.close(0.5)
+            worker.closed = True
             if worker._directory is not None:
                 worker._directory.close()

@@ -1,6 +1,7 @@
 """The connector's two halves under an engine that checks every byte it reads."""
 
 import random
+import time
 
 import pytest
 from fake_engine import FakeEngine, settings_of
@@ -61,6 +62,28 @@ def test_after_new_weights_nothing_is_found_also_after_a_restart(make_engine):
     other.version = 1
     other.ask(prompt(1, 23))
     assert other.scheduler.counters.loaded == 20
+
+
+def test_a_reset_that_no_rank_heard_of_holds_over_a_restart(make_engine):
+    engine = make_engine()
+    engine.ask(prompt(1, 23))
+    time.sleep(0.3)  # the writes, and their commit
+    engine.new_weights()
+    engine.kill()
+    other = make_engine()
+    assert other.scheduler.planner.totals().recovered == 0
+    other.version = 1
+    other.ask(prompt(1, 23))
+    assert other.scheduler.counters.loaded == 0
+
+
+def test_what_is_on_disk_survives_a_kill(make_engine):
+    engine = make_engine()
+    first = engine.ask(prompt(1, 23))
+    time.sleep(0.3)
+    engine.kill()
+    other = make_engine()
+    assert other.ask(prompt(1, 23)).tokens == first.tokens and other.scheduler.counters.loaded == 20
 
 
 def wander(engine, seed, steps, faults=()):

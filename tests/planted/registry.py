@@ -17,7 +17,7 @@ __all__ = ["AREAS", "ROOT", "Fault", "broken", "load_faults", "table"]
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 """Of the repository."""
-AREAS = ("durability", "verification", "planner", "residency", "hints", "waiting", "ownership")
+AREAS = ("durability", "verification", "planner", "residency", "hints", "waiting", "ownership", "engines")
 """Names of the files, in the order of the table."""
 
 

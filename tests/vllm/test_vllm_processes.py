@@ -23,7 +23,7 @@ IDLE_S = 5.0
 
 
 def tiers(place: Path, **extra: Any) -> dict[str, Any]:
-    return connector("dram:4MiB", f"nvme:{place}:16MiB", **{"write_after_s": 0.2, **extra})
+    return connector("dram:4MiB", f"nvme:{place}:64MiB", **{"write_after_s": 0.2, **extra})
 
 
 def hits(outputs: list[Output], expected: list[tuple[int, ...]], cached: int = FULL) -> None:

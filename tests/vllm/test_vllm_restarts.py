@@ -141,6 +141,20 @@ def test_a_reset_is_durable(launch: Any, reference: Any, left_behind: Path, tmp_
         nothing_left(vllm)
 
 
+def test_a_second_restart_with_a_small_disk(launch: Any, reference: Any, tmp_path: Path) -> None:
+    """A disk of a few times the size of DRAM: what was loaded from it is there after the next SIGKILL, too."""
+    tell(tmp_path / "seams", {})
+    expected = reference(*PROMPTS)
+    config = connector("dram:4MiB", f"nvme:{tmp_path / 'kv'}:16MiB", seams=True, write_after_s=0.2)
+    for cached in (0, FULL, FULL):
+        with launch(config, seams=tmp_path / "seams") as vllm:
+            outputs = vllm.one_by_one(*PROMPTS)
+            assert [(each.tokens, each.cached) for each in outputs] == [(tokens, cached) for tokens in expected]
+            nothing_left(vllm)
+            vllm.ask("sleep", seconds=IDLE_S)
+            vllm.kill()
+
+
 def test_a_second_one_on_the_same_directory_is_refused(launch: Any, reference: Any, tmp_path: Path) -> None:
     tell(tmp_path / "seams", {})
     expected = reference(*PROMPTS)

@@ -140,7 +140,8 @@ class Vllm:
         }
         self._process: Any = None
         self._pipe: Connection | None = None
-        self._shared: set[Path] = set()
+        self.shared: set[Path] = set()
+        """Its files in shared memory."""
         self.pid = 0
         self.started_s = 0.0
 
@@ -236,7 +237,7 @@ class Vllm:
 
     def exit(self) -> None:
         """End it as a program that used vLLM would."""
-        self._shared |= shared_by(self.pid)
+        self.shared |= shared_by(self.pid)
         self.ask("exit", EXIT_S)
         self._process.join(EXIT_S)
         ended = self._process.exitcode
@@ -245,7 +246,7 @@ class Vllm:
 
     def kill(self) -> None:
         """SIGKILL to all of its processes at once; they are gone when this returns."""
-        self._shared |= shared_by(self.pid)
+        self.shared |= shared_by(self.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
@@ -253,7 +254,7 @@ class Vllm:
         wait_gone(self.pid, EXIT_S)
         if self._pipe is not None:
             self._pipe.close()
-        for path in self._shared:
+        for path in self.shared:
             path.unlink(missing_ok=True)
 
     def _reply(self, deadline_s: float, doing: str) -> dict[str, Any]:

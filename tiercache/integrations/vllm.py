@@ -31,6 +31,7 @@ from tiercache.integrations.vllm_metrics import (
     publishes_events,
     stats_of,
 )
+from tiercache.integrations.vllm_plugin import register
 from tiercache.integrations.vllm_rows import pages_of
 from tiercache.integrations.vllm_scheduler import SchedulerSide
 from tiercache.integrations.vllm_support import check_supported
@@ -249,3 +250,6 @@ class _ReportMetadata(KVConnectorWorkerMetadata):
         assert isinstance(other, _ReportMetadata)
         self.report.aggregate(other.report)
         return self
+
+
+register()  # vLLM's MultiConnector looks its parts' statistics up by their names, also where we came by our path
