@@ -68,8 +68,8 @@ def _how(results: Results) -> str:
         "in the same round: above 1, tiercache is ahead; *cpu* is the same of processor seconds (all "
         "threads), which a busy machine disturbs less. Medians of the rounds' ratios, with range. Absolute times say "
         "little about another machine. What was cached, and the answers (8 greedy tokens), were compared in every "
-        "round: with those of vLLM alone, for hits out of its own cache (computing four tokens rounds in another way than "
-        "computing all). Writes to the disk were over before the next thing was measured.",
+        "round: with those of vLLM alone, for hits out of its own cache (computing four tokens rounds in another way "
+        "than computing all). Writes to the disk were over before the next thing was measured.",
     )
 
 
