@@ -25,16 +25,17 @@ def _greedy(max_tokens: int) -> Any:
 
 
 def first_token(llm: Any, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-    """One request from its arrival to its first token, alone in the engine; `cached`: tokens that were not computed."""
+    """One request from its arrival to its first token, alone in the engine. `cached`: tokens that were not computed.
+    `cpu_s`: processor seconds of all threads until then."""
     engine = llm.llm_engine
-    began, first = time.perf_counter(), 0.0
+    cpu, began, first, cpu_s = time.process_time(), time.perf_counter(), 0.0, 0.0
     engine.add_request(f"bench-{time.monotonic_ns()}", {"prompt_token_ids": prompt}, _greedy(max_tokens))
     while True:
         for each in engine.step():
-            first = first or time.perf_counter() - began
+            first, cpu_s = first or time.perf_counter() - began, cpu_s or time.process_time() - cpu
             if each.finished:
                 tokens = list(each.outputs[0].token_ids)
-                return {"first_s": first, "tokens": tokens, "cached": each.num_cached_tokens or 0}
+                return {"first_s": first, "cpu_s": cpu_s, "tokens": tokens, "cached": each.num_cached_tokens or 0}
 
 
 def hook_shares(llm: Any, requests: int, prompt_tokens: int, max_tokens: int, seed: str) -> dict[str, Any]:
