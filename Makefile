@@ -68,7 +68,7 @@ test-slow: $(VENV)/test.stamp
 VLLM_MARKS := vllm$(if $(SLOW),, and not slow)
 test-vllm:
 	python=$$($(PYTHON) tests/vllm/vllm_venv.py) $(if $(VLLM),&& older=$$($(PYTHON) tests/vllm/vllm_venv.py --overlay $(VLLM))) \
-	  && PYTHONPATH="$${older:+$$older:}$(CURDIR)" "$$python" -m pytest -m "$(VLLM_MARKS)" tests/vllm $(ARGS)
+	  && PYTHONPATH="$${older:+$$older:}$(CURDIR)" "$$python" -m pytest -n $(WORKERS) -m "$(VLLM_MARKS)" tests/vllm $(ARGS)
 
 soak: $(VENV)/test.stamp
 	$(BIN)/python tests/faults/soak.py --seconds $(or $(SOAK_S),600)

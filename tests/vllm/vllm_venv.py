@@ -26,11 +26,11 @@ VLLM = "0.32.0"
 OLDER = ("0.28.0", "0.31.0")
 """Versions that overlays are for; both use the same torch."""
 _TORCH, _XGRAMMAR = "torch==2.13.0", "xgrammar==0.2.8"
-_TESTS = ("pytest", "pytest-timeout", "hypothesis")
+_TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 _STAMP = "tiercache-vllm.json"
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _IMPORTS = (
-    "import vllm, vllm.entrypoints.llm, lmdb, sortedcontainers, xxhash, pytest, pytest_timeout, hypothesis, openai"
+    "import vllm, vllm.entrypoints.llm, lmdb, sortedcontainers, xxhash, pytest, pytest_timeout, xdist, hypothesis, openai"
 )
 _REQUIREMENTS = """
 from importlib.metadata import requires
