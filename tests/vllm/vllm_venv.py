@@ -30,7 +30,8 @@ _TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 _STAMP = "tiercache-vllm.json"
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _IMPORTS = (
-    "import vllm, vllm.entrypoints.llm, lmdb, sortedcontainers, xxhash, pytest, pytest_timeout, xdist, hypothesis, openai"
+    "import vllm, vllm.entrypoints.llm, lmdb, sortedcontainers, xxhash, openai, "
+    "pytest, pytest_timeout, xdist, hypothesis"
 )
 _REQUIREMENTS = """
 from importlib.metadata import requires
