@@ -185,9 +185,11 @@ class Steps:
     def load(self):
         prompt = self.any_prompt()
         found = self.bench.lookup(prompt)
+        ended = len(self.bench.alive()) < len(self.bench.where())
         want = max(0, len(prompt) - self.rng.choice([0, 0, 0, 1, 3]))
         load = self.bench.load(prompt, want, self.rng.choice([True, False]), self.rng.choice([0, 0, want // 2]))
-        assert load.blocks <= min(found.blocks, want)
+        # what has ended is out of the way of a load, which then may find the same at a key tier
+        assert load.blocks <= (want if ended and self.bench.planner.finds else min(found.blocks, want))
 
     def release_load(self):
         if self.bench.loads:

@@ -104,7 +104,7 @@ class RemoteSteps(Steps):
     def lookup(self):
         prompt = self.any_prompt()
         found = self.bench.lookup(prompt)
-        where, online = self.bench.where(), self.bench.state.online_levels()
+        where, online = self.bench.alive(), self.bench.state.online_levels()
         local = 0
         for i in range(len(prompt)):
             places = where.get(prompt[: i + 1], [])
