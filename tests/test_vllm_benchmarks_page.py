@@ -30,7 +30,7 @@ def test_what_is_behind_is_called_so():
     results = json.loads(newest().read_text())
     for each in results["figures"]:
         if each["system"] == "native" and each["kind"] == "disk":
-            each["over_tiercache"]["median"] = 0.5
+            each["over_tiercache"] |= {"median": 0.5, "q1": 0.4, "q3": 0.6}
     assert "BEHIND native (0.50)" in page(results, "x.json")
     for each in results["hooks"]:
         each["eight requests"]["decode"]["share"] = HOOKS_MOST * 1.5
