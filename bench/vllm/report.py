@@ -13,7 +13,7 @@ __all__ = ["PAGE", "page", "write"]
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "vllm-benchmarks.md"
 LEVEL = 0.05
-"""A median ratio this close to 1 is called level; one above it, too, where a quartile is below 1. Below it is behind."""
+"""A median ratio this close to 1 is called level; so is one above, where a quartile is below 1. Lower is behind."""
 HOOKS_MOST = 0.02
 NAMES = {
     "tiercache": "tiercache (every byte from the disk verified)",
