@@ -109,7 +109,15 @@ class FakeEngine:
     """See the module."""
 
     def __init__(
-        self, settings: ConnectorSettings, num_blocks=24, *, counts_in_flight=True, seed=0, budget=40, slow_s=0.0
+        self,
+        settings: ConnectorSettings,
+        num_blocks=24,
+        *,
+        counts_in_flight=True,
+        seed=0,
+        budget=40,
+        slow_s=0.0,
+        handshake=True,
     ):
         self.settings, self.ranks = settings, settings.ranks
         self.rng = random.Random(seed)
@@ -122,7 +130,7 @@ class FakeEngine:
             WorkerSide(settings, rank, self._pages(rank, slow_s, seed), {"model": "m"}, IDENT, Namespace(f"m{rank}"))
             for rank in range(self.ranks)
         ]
-        for worker in self.workers:
+        for worker in self.workers if handshake else ():
             self.scheduler.take_hello(pickle.loads(pickle.dumps(worker.hello())))
         self.version = 0
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))

@@ -1,6 +1,7 @@
 """The connector's two halves under an engine that checks every byte it reads."""
 
 import random
+import shutil
 import time
 
 import pytest
@@ -49,6 +50,29 @@ def test_a_prompt_comes_back_from_dram_and_after_a_restart_from_nvme(make_engine
     third = other.ask(prompt(1, 23))
     assert third.tokens == first.tokens and other.scheduler.counters.loaded == 20
     assert other.scheduler.planner.check() == []
+
+
+def test_ranks_that_could_not_introduce_themselves_at_the_start_are_asked_with_the_first_step(make_engine):
+    engine = make_engine(ranks=2, handshake=False)
+    assert engine.scheduler.planner is None
+    first = engine.ask(prompt(1, 23))
+    assert engine.scheduler.planner is not None
+    engine.ask(prompt(1, 23))
+    assert engine.forget_local()
+    assert engine.ask(prompt(1, 23)).tokens == first.tokens and engine.scheduler.counters.loaded == 20
+
+
+def test_what_one_rank_lost_is_forgotten_by_the_others(make_engine, tmp_path):
+    engine = make_engine(ranks=2)
+    first = engine.ask(prompt(1, 23))
+    engine.close()
+    shutil.rmtree(tmp_path / "kv" / "dp0" / "rank1")
+    other = make_engine(ranks=2)
+    assert other.scheduler.planner.totals().recovered == 0
+    assert other.ask(prompt(1, 23)).tokens == first.tokens
+    other.close()
+    third = make_engine(ranks=2)
+    assert third.ask(prompt(1, 23)).tokens == first.tokens and third.scheduler.counters.loaded == 20
 
 
 def test_after_new_weights_nothing_is_found_also_after_a_restart(make_engine):

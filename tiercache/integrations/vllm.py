@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from tiercache.integrations.vllm_config import read_settings
 from tiercache.integrations.vllm_events import BlockEvents
 from tiercache.integrations.vllm_identity import engine_identity, layer_specs, rank_parts, vllm_ranks
-from tiercache.integrations.vllm_messages import Hello, StepOrders, StepReport
+from tiercache.integrations.vllm_messages import SYMBOL_NBYTES, Hello, StepOrders, StepReport
 from tiercache.integrations.vllm_metrics import (
     TierCachePromMetrics,
     TierCacheStats,
@@ -35,7 +35,7 @@ from tiercache.integrations.vllm_plugin import register
 from tiercache.integrations.vllm_rows import pages_of
 from tiercache.integrations.vllm_scheduler import SchedulerSide
 from tiercache.integrations.vllm_support import check_supported
-from tiercache.integrations.vllm_worker import SYMBOL_NBYTES, Finished, WorkerSide
+from tiercache.integrations.vllm_worker import Finished, WorkerSide
 
 __all__ = ["TierCacheConnector"]
 

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 
 from tiercache.types import LevelSpec, MoverMessage, PlannerMessage, Recovered, Slots
 
-__all__ = ["Attach", "Hello", "LoadOrder", "StepOrders", "StepReport"]
+__all__ = ["SYMBOL_NBYTES", "Attach", "Hello", "LoadOrder", "StepOrders", "StepReport"]
+
+SYMBOL_NBYTES = 32
+"""A symbol is a block hash of vLLM's sha256 algorithms."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

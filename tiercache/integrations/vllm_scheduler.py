@@ -19,10 +19,9 @@ from tiercache.integrations.vllm_config import ConnectorSettings
 from tiercache.integrations.vllm_counts import Payload, SchedulerCounters, SchedulerMeter
 from tiercache.integrations.vllm_epoch import EpochFile
 from tiercache.integrations.vllm_events import BlockEvents
-from tiercache.integrations.vllm_messages import Attach, Hello, LoadOrder, StepOrders, StepReport
+from tiercache.integrations.vllm_messages import SYMBOL_NBYTES, Attach, Hello, LoadOrder, StepOrders, StepReport
 from tiercache.integrations.vllm_ranks import RankResults, agree
 from tiercache.integrations.vllm_requests import RequestState
-from tiercache.integrations.vllm_worker import SYMBOL_NBYTES
 from tiercache.planner import Load, Planner
 from tiercache.types import Forget, JobResult, Slots
 

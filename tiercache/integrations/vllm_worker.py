@@ -15,7 +15,7 @@ from tiercache.assembly import OpenTiers, known_layout, make_mover, nvme_of, obt
 from tiercache.directory import StoreDirectory
 from tiercache.integrations.vllm_config import ConnectorSettings
 from tiercache.integrations.vllm_counts import Payload, RankMeter
-from tiercache.integrations.vllm_messages import Hello, LoadOrder, StepOrders, StepReport
+from tiercache.integrations.vllm_messages import SYMBOL_NBYTES, Hello, LoadOrder, StepOrders, StepReport
 from tiercache.integrations.vllm_rows import BlockRows, Pages
 from tiercache.layout import KVLayout, Namespace
 from tiercache.lifetime import close_later, forget_forks, watch_forks
@@ -26,8 +26,6 @@ __all__ = ["SHUTDOWN_S", "Finished", "WorkerSide"]
 
 _log = logging.getLogger("tiercache.vllm")
 
-SYMBOL_NBYTES = 32
-"""A block hash of vLLM's sha256 algorithms."""
 FENCE_S = 0.05
 """How long a step waits for copies out of blocks that it is about to overwrite, before it calls them off."""
 REST_S = 0.001
