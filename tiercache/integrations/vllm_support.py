@@ -61,11 +61,12 @@ def _check_hashing(cache: Any) -> None:
     if algo == "builtin":
         raise ConfigError("prefix_caching_hash_algo", algo, "too weak to keep: --prefix-caching-hash-algo sha256")
     if _random_root(algo):
+        other = "" if algo.startswith("sha256") else "--prefix-caching-hash-algo sha256, or "
         raise ConfigError(
             "prefix_caching_hash_algo",
             algo,
-            "hashes differ in each process, so nothing is found after a restart: --prefix-caching-hash-algo sha256, "
-            "or set PYTHONHASHSEED to the same number at every start",
+            f"hashes differ in each process, so nothing is found after a restart: {other}"
+            "set PYTHONHASHSEED to the same number at every start",
         )
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError(
