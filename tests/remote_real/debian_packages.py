@@ -25,6 +25,8 @@ PROGRAMS = {
     "ip": "iproute2",
     "tc": "iproute2",
     "openssl": "openssl",
+    "redis-cli": "redis-tools",
+    "setpriv": "util-linux",
     "unshare": "util-linux",
 }
 """Program -> the package that has it."""
