@@ -565,6 +565,11 @@ def test_a_remote_tier_beside_the_others() -> None:
         ({"missing_s": "2"}, "Remote.missing_s"),
         ({"hint_blocks": 0}, "Remote.hint_blocks"),
         ({"threads": 1}, "Remote.threads"),
+        ({"write": "always"}, "Remote.write"),
+        ({"write_deadline_s": 0}, "Remote.write_deadline_s"),
+        ({"min_prefix_tokens": -1}, "Remote.min_prefix_tokens"),
+        ({"min_prefix_tokens": 1.5}, "Remote.min_prefix_tokens"),
+        ({"max_block_position": 0}, "Remote.max_block_position"),
     ],
 )
 def test_wrong_values_of_a_remote_tier(values: dict[str, Any], field: str) -> None:
