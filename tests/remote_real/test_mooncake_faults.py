@@ -1,5 +1,5 @@
-"""What a MooncakeTier says when the store is full, hung, dead, or back: a miss or an OSError, soon, and never other bytes
-than were put."""
+"""What a MooncakeTier says when the store is full, hung, dead, or back: a miss or an OSError, soon, and never other
+bytes than were put."""
 
 from __future__ import annotations
 

@@ -104,7 +104,9 @@ class MooncakeTier:
             came: Bools = np.asarray(codes == width, dtype=np.bool_)
             if not came.all():
                 self._judge("get", codes, came)
-                self._heal(store, [names[i] for i in np.flatnonzero(~came & ((codes > 0) | (codes == INVALID)))], width)
+                other = np.flatnonzero(~came & ((codes > 0) | (codes == INVALID)))
+                if other.size and not call.closed:
+                    self._heal(store, [names[i] for i in other], width)
         return came
 
     def put(self, keys: Sequence[bytes], rows: Values, deadline_s: float) -> Bools:
@@ -117,6 +119,8 @@ class MooncakeTier:
             call = _Call(store.batch_put_from, _names(keys), rows, self._config)
             self._in_batches(call, codes, 0, len(keys), time.monotonic() + deadline_s)
             while (full := np.flatnonzero(codes == NO_ROOM)).size and time.monotonic() + pause_s < until:
+                if call.closed:
+                    break
                 self.counts["retries"] += 1
                 time.sleep(pause_s)
                 pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
