@@ -107,19 +107,19 @@ def test_no_room_is_tried_again_within_the_deadline(tier: MooncakeTier, library:
 
 
 def test_values_go_in_batches_that_stop_at_trouble(tier: MooncakeTier, library: FakeLibrary) -> None:
-    """32 at a time; after a batch of which no transfer came the rest is not tried."""
-    keys, rows = [i.to_bytes(32, "little") for i in range(100)], np.zeros((100, 10), dtype=np.uint8)
+    """64 at a time; after a batch of which no transfer came the rest is not tried."""
+    keys, rows = [i.to_bytes(32, "little") for i in range(200)], np.zeros((200, 10), dtype=np.uint8)
     assert tier.put(keys, rows, 5.0).all()
     assert tier.get(keys, rows, 5.0).all()
-    assert library.clients[0].batches == [("put", 32)] * 3 + [("put", 4)] + [("get", 32)] * 3 + [("get", 4)]
+    assert library.clients[0].batches == [("put", 64)] * 3 + [("put", 8)] + [("get", 64)] * 3 + [("get", 8)]
     library.clients[0].batches.clear()
-    library.codes.update({"tcblock1/" + key.hex(): -800 for key in keys[32:64]})
-    assert tier.get(keys, rows, 5.0).tolist() == [i < 32 for i in range(100)]
-    assert library.clients[0].batches == [("get", 32)] * 2
-    assert tier.counts["not_tried"] == 36
+    library.codes.update({"tcblock1/" + key.hex(): -800 for key in keys[64:128]})
+    assert tier.get(keys, rows, 5.0).tolist() == [i < 64 for i in range(200)]
+    assert library.clients[0].batches == [("get", 64)] * 2
+    assert tier.counts["not_tried"] == 72
     library.codes.clear()
     library.before = lambda _: time.sleep(0.1)
-    assert tier.get(keys, rows, 0.15).sum() == 64
+    assert tier.get(keys, rows, 0.15).sum() == 128
 
 
 def test_a_find_asks_once_for_8192_keys(tier: MooncakeTier, library: FakeLibrary) -> None:
@@ -190,14 +190,14 @@ def test_a_transfer_that_may_still_go_on_closes_the_client_first(tier: MooncakeT
 @pytest.mark.parametrize("op", ["get", "put"])
 def test_a_closed_client_is_asked_nothing_more(tier: MooncakeTier, library: FakeLibrary, op: str) -> None:
     """Neither what else is wrong with a batch that ended so, nor its other keys."""
-    keys, rows = [i.to_bytes(32, "little") for i in range(40)], np.zeros((40, 10), dtype=np.uint8)
+    keys, rows = [i.to_bytes(32, "little") for i in range(80)], np.zeros((80, 10), dtype=np.uint8)
     assert tier.put(keys, rows, 5.0).all()
     tier.unsettled_s = 0.0
     names = ["tcblock1/" + key.hex() for key in keys]
     library.values[names[1]] = b"other"
     library.codes.update({names[0]: -800, names[2]: -200})
     answer = (tier.get if op == "get" else tier.put)(keys, rows, 1.0)
-    assert answer[3:32].all() and not answer[[0, 2]].any() and not answer[32:].any()
+    assert answer[3:64].all() and not answer[[0, 2]].any() and not answer[64:].any()
     assert library.clients[0].closed == 1
 
 
