@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tiercache.catalog import Catalog, Manifest, peek_manifest
 from tiercache.config import DRAM, HBM, NVMe, Settings, Tier, format_size
+from tiercache.config_remote import remote_enabled
 from tiercache.directory import StoreDirectory
 from tiercache.errors import ConfigError
 from tiercache.keys import symbol_nbytes
@@ -243,7 +244,11 @@ def _specs(settings: Settings, opened: Sequence[SlotTier], layout: KVLayout) -> 
 
 def _key_tier(settings: Settings, width: int) -> KeyTierSpec | None:
     remote = settings.remote
-    return None if remote is None else KeyTierSpec(remote.tier, namespace_digest(settings), width, remote.threads)
+    return (
+        None
+        if remote is None
+        else KeyTierSpec(remote.tier, namespace_digest(settings), width, remote.threads, remote.write_threads)
+    )
 
 
 def _remote_limits(settings: Settings) -> RemoteLimits | None:
@@ -258,6 +263,13 @@ def _remote_limits(settings: Settings) -> RemoteLimits | None:
         missing_s=remote.missing_s,
         hint_blocks=remote.hint_blocks,
         pool_threads=remote.threads,
+        write=remote.write,
+        write_deadline_s=remote.write_deadline_s,
+        write_threads=remote.write_threads,
+        min_blocks=-(-remote.min_prefix_tokens // settings.block_tokens),
+        max_position=remote.max_block_position,
+        enabled=remote_enabled(),
+        seed=int.from_bytes(os.urandom(8), "little"),
     )
 
 

@@ -6,13 +6,14 @@ ConfigError names the field, its value, and what would be right.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from tiercache.errors import ConfigError
 
-__all__ = ["REMOTE_NAME", "Remote", "RemoteWrite", "take_remote"]
+__all__ = ["REMOTE_NAME", "Remote", "RemoteWrite", "remote_enabled", "take_remote"]
 
 RemoteWrite: TypeAlias = Literal["prefill", "eviction", "never"]
 
@@ -77,6 +78,14 @@ class Remote:
     def write_threads(self) -> int:
         """Threads that write, beside those that ask and read."""
         return 0 if self.write == "never" else max(1, self.threads // 4)
+
+
+def remote_enabled() -> bool:
+    """The kill switch of key tiers at the start, from the environment variable TIERCACHE_REMOTE. ConfigError."""
+    value = os.environ.get("TIERCACHE_REMOTE", "").strip().lower() or "on"
+    if value not in ("on", "off"):
+        raise ConfigError("TIERCACHE_REMOTE (environment)", value, "on or off is needed")
+    return value == "on"
 
 
 def _is_number(value: object) -> bool:
