@@ -16,10 +16,11 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import pytest
 
-__all__ = ["Master", "Owner", "Rig", "free_port", "mooncake_rig", "private_network"]
+__all__ = ["Client", "Master", "Owner", "Rig", "free_port", "mooncake_rig", "private_network"]
 
 HOST = "127.0.0.1"
 UP_S = 30.0
@@ -99,12 +100,26 @@ class _Process:
     def thaw(self) -> None:
         self.popen.send_signal(signal.SIGCONT)
 
+    def _wait_up(self, port: int) -> None:
+        end = time.monotonic() + UP_S
+        while time.monotonic() < end:
+            if not self.alive:
+                raise RuntimeError(f"it ended at once, {self.popen.returncode}: {self.log.read_text()[-500:]}")
+            with contextlib.suppress(OSError), socket.create_connection((HOST, port), 0.2):
+                return
+            time.sleep(0.05)
+        self.kill()
+        raise RuntimeError(f"it was not up after {UP_S} s: {self.log.read_text()[-500:]}")
+
     def _gone(self) -> None:
         self.popen.wait(10.0)
         for pipe in (self.popen.stdin, self.popen.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+P = TypeVar("P", bound=_Process)
 
 
 class Master(_Process):
@@ -128,7 +143,7 @@ class Master(_Process):
             *flags,
         ]
         super().__init__(command, folder / f"master-{self.port}.log")
-        self._wait_up()
+        self._wait_up(self.port)
 
     @property
     def address(self) -> str:
@@ -142,17 +157,6 @@ class Master(_Process):
         """What it says of itself."""
         with urllib.request.urlopen(f"http://{HOST}:{self.metrics_port}{path}", timeout=5) as answer:
             return str(answer.read().decode())
-
-    def _wait_up(self) -> None:
-        end = time.monotonic() + UP_S
-        while time.monotonic() < end:
-            if not self.alive:
-                raise RuntimeError(f"the master ended at once, {self.popen.returncode}: {self.log.read_text()[-500:]}")
-            with contextlib.suppress(OSError), socket.create_connection((HOST, self.port), 0.2):
-                return
-            time.sleep(0.05)
-        self.kill()
-        raise RuntimeError(f"the master was not up after {UP_S} s: {self.log.read_text()[-500:]}")
 
 
 class Owner(_Process):
@@ -173,6 +177,34 @@ class Owner(_Process):
             raise RuntimeError(f"the owner's setup said {words[1]}: {self.log.read_text()[-500:]}")
         self.endpoint = words[2]
         """Its name at the master."""
+
+
+class Client(_Process):
+    """A `mooncake_client` at `address`: the store's client for processes of this machine, over shared memory."""
+
+    def __init__(self, folder: Path, master: Master, nbytes: int, port: int | None = None) -> None:
+        import mooncake
+
+        self.port = port or free_port()
+        self.address = f"{HOST}:{self.port}"
+        self._made_of = (folder, master, nbytes)
+        command = [
+            str(Path(mooncake.__file__).parent / "mooncake_client"),
+            f"--host={HOST}",
+            f"--port={self.port}",
+            f"--global_segment_size={nbytes // MIB} MB",
+            f"--master_server_address={master.address}",
+            "--metadata_server=P2PHANDSHAKE",
+            "--protocol=tcp",
+            "--threads=2",
+            "--logtostderr",
+        ]
+        super().__init__(command, folder / f"client-{self.port}.log")
+        self._wait_up(self.port)
+
+    def again(self) -> Client:
+        """A new one at the same address."""
+        return Client(*self._made_of, port=self.port)
 
 
 class Rig:
@@ -197,10 +229,13 @@ class Rig:
         self._started.append(owner)
         return owner
 
-    def adopt(self, master: Master) -> Master:
-        """Count a master that was started elsewhere (`Master.again`) among ours."""
-        self._started.append(master)
-        return master
+    def client(self, master: Master, nbytes: int = 64 * MIB) -> Client:
+        return self.adopt(Client(self.folder, master, nbytes))
+
+    def adopt(self, process: P) -> P:
+        """Count a process that was started elsewhere (`Master.again`) among ours."""
+        self._started.append(process)
+        return process
 
     def close(self) -> None:
         for process in reversed(self._started):

@@ -254,6 +254,32 @@ def test_the_transport_is_measured(mooncake_rig: Rig) -> None:
             assert tier.transport().startswith("memory"), tier.transport()
 
 
+def test_over_shared_memory(mooncake_rig: Rig) -> None:
+    """Measured as memory; OSErrors while the `mooncake_client` is gone, and it works again with a new one."""
+    keys, values = keys_of(80), values_of(80)
+    with Rig(mooncake_rig.folder) as rig:
+        master = rig.master("--client_ttl=2")
+        client = rig.client(master)
+        with opened(master, f"client={client.address}") as tier:
+            eventually(lambda: bool(tier.put(keys, values, 5.0).all()))
+            back = np.zeros_like(values)
+            with pytest.raises(OSError, match="shared memory"):
+                tier.register(back)
+            assert tier.get(keys, back, 5.0).all()
+            assert (back == values).all()
+            assert tier.transport().startswith("memory"), tier.transport()
+            client.kill()
+            for operation in (lambda: tier.find(keys, 1.0), lambda: tier.get(keys, back, 1.0)):
+                began = time.monotonic()
+                with pytest.raises(OSError):
+                    operation()
+                assert time.monotonic() - began < 8.0
+            rig.adopt(client.again())
+            eventually(lambda: bool(tier.put(keys[:4], values[:4], 5.0).all()))
+            eventually(lambda: bool(tier.get(keys[:4], back[:4], 5.0).all()))
+            assert (back[:4] == values[:4]).all()
+
+
 def test_pressure(mooncake_rig: Rig) -> None:
     """Of the master's own figures."""
     with store(mooncake_rig, nbytes=32 * MIB) as (master, _):
