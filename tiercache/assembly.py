@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tiercache.catalog import Catalog, Manifest, peek_manifest
 from tiercache.config import DRAM, HBM, NVMe, Settings, Tier, format_size
+from tiercache.config_remote import remote_enabled
 from tiercache.directory import StoreDirectory
 from tiercache.errors import ConfigError
 from tiercache.keys import symbol_nbytes
@@ -19,6 +20,8 @@ from tiercache.loaded import Memory
 from tiercache.mover import KeyTierSpec, Mover
 from tiercache.planner import Limits, Planner, RemoteLimits
 from tiercache.policy import make_policy
+from tiercache.remote.base import KeyTier
+from tiercache.remote.urls import open_key_tier
 from tiercache.tiers.base import SlotTier
 from tiercache.tiers.device import open_device
 from tiercache.tiers.dram import DRAMTier
@@ -34,6 +37,7 @@ __all__ = [
     "Stack",
     "build_stack",
     "check_devices",
+    "key_tier_spec",
     "known_layout",
     "make_mover",
     "make_planner",
@@ -75,6 +79,9 @@ class Stack:
     memory: Memory
     cold_reason: str
     """Why the start was cold, "" where it was not or nothing persists."""
+    keys: KeyTier | None = None
+    own_keys: KeyTier | None = None
+    """`keys` where it was opened from a URL, and is to be closed."""
 
 
 def nvme_of(settings: Settings) -> NVMe | None:
@@ -129,11 +136,15 @@ class OpenTiers:
     tiers: list[SlotTier]
     specs: list[LevelSpec]
     catalog: Catalog | None
+    own_keys: KeyTier | None = None
+    """The key tier, where settings have its URL."""
 
     def close(self) -> None:
         """Undo opening them, where what comes next fails."""
         for each in self.tiers:
             each.close()
+        if self.own_keys is not None:
+            self.own_keys.close()
         if self.catalog is not None:
             self.catalog.close(clean=False)
 
@@ -153,13 +164,17 @@ def build_stack(
         planner = make_planner(settings, opened.specs, width, epoch, digest)
         if opened.catalog is not None:
             planner.restore(opened.catalog.recovered)
-        mover = make_mover(settings, opened, epoch, deliver, _key_tier(settings, width))
+        keys = key_tier_spec(settings, opened, width)
+        mover = make_mover(settings, opened, epoch, deliver, keys)
     except BaseException:
         opened.close()
         raise
     reason = opened.catalog.recovered.reason if opened.catalog is not None else ""
     memory = Memory(layout, opened.tiers[0])
-    return Stack(layout, opened.tiers, opened.specs, planner, mover, opened.catalog, memory, reason)
+    key_tier = keys.tier if keys is not None else None
+    return Stack(
+        layout, opened.tiers, opened.specs, planner, mover, opened.catalog, memory, reason, key_tier, opened.own_keys
+    )
 
 
 def open_tiers(
@@ -200,6 +215,8 @@ def open_tiers(
             each = _open_tier(tier, capacity, layout, directory, opened.catalog, seams.file_ops)
             opened.tiers.append(each if seams.wrap_tier is None else seams.wrap_tier(each))
         opened.specs = _specs(settings, opened.tiers, layout)
+        if settings.remote is not None and isinstance(settings.remote.tier, str):
+            opened.own_keys = open_key_tier(settings.remote.tier)
     except BaseException:
         opened.close()
         raise
@@ -241,9 +258,15 @@ def _specs(settings: Settings, opened: Sequence[SlotTier], layout: KVLayout) -> 
     ]
 
 
-def _key_tier(settings: Settings, width: int) -> KeyTierSpec | None:
+def key_tier_spec(settings: Settings, opened: OpenTiers, symbol_width: int) -> KeyTierSpec | None:
+    """The key tier of these settings, the caller's or the one that `open_tiers` opened, as a mover takes it."""
     remote = settings.remote
-    return None if remote is None else KeyTierSpec(remote.tier, namespace_digest(settings), width, remote.threads)
+    if remote is None:
+        return None
+    tier = opened.own_keys if opened.own_keys is not None else remote.tier
+    return KeyTierSpec(
+        tier, namespace_digest(settings), symbol_width, remote.threads, write_threads=remote.write_threads
+    )
 
 
 def _remote_limits(settings: Settings) -> RemoteLimits | None:
@@ -258,6 +281,13 @@ def _remote_limits(settings: Settings) -> RemoteLimits | None:
         missing_s=remote.missing_s,
         hint_blocks=remote.hint_blocks,
         pool_threads=remote.threads,
+        write=remote.write,
+        write_deadline_s=remote.write_deadline_s,
+        write_threads=remote.write_threads,
+        min_blocks=-(-remote.min_prefix_tokens // settings.block_tokens),
+        max_position=remote.max_block_position,
+        enabled=remote_enabled(),
+        seed=int.from_bytes(os.urandom(8), "little"),
     )
 
 

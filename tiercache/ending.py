@@ -6,12 +6,14 @@ import time
 
 from tiercache.assembly import Stack
 from tiercache.directory import StoreDirectory
-from tiercache.lifetime import close_later
+from tiercache.lifetime import close_keys, close_later
 from tiercache.link import Link
 
-__all__ = ["flush", "stop"]
+__all__ = ["end_writes", "flush", "stop"]
 
 _LONGEST_SYNC_S = 3600.0
+_WRITES_S = 0.5
+"""What close gives the writes to a key tier, and at most half of the time that is left."""
 
 
 def flush(link: Link, timeout: float | None, to: str | None) -> bool:
@@ -45,6 +47,18 @@ def _drain(link: Link, stack: Stack, until: float | None, began: float) -> bool:
         return planner.lacking(began if planner.failed_writes() == failed_before else link.clock()) == 0
 
 
+def end_writes(link: Link, left_s: float) -> None:
+    """Let what waits to be written to a key tier go there, for a moment. Nobody is told whether it did."""
+    until = time.monotonic() + min(_WRITES_S, left_s / 2)
+    with link.changed:
+        writes = link.stack.planner.remote_writes if link.stack is not None else None
+        while writes is not None and not writes.is_idle and not link.closed:
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            link.changed.wait(left)
+
+
 def stop(link: Link, directory: StoreDirectory | None, timeout: float) -> bool:
     """After `Link.shut`: end the mover within `timeout` seconds, and all that waits for it; close the directory, or
     leave that to threads that still use it. True where nothing was lost."""
@@ -52,6 +66,8 @@ def stop(link: Link, directory: StoreDirectory | None, timeout: float) -> bool:
     if stack is not None:
         complete = stack.mover.close(max(0.0, timeout))
         link.end_everything()
+        if stack.own_keys is not None:
+            close_keys(stack.mover, stack.own_keys)
     if directory is not None:
         if stack is not None and stack.mover.left_open:
             close_later(stack.mover, stack.tiers, directory)
