@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import TypeVar
 
 import pytest
+from debian_packages import program
 
-__all__ = ["Client", "Master", "Owner", "Rig", "free_port", "mooncake_rig", "private_network"]
+__all__ = ["Client", "Etcd", "Master", "Owner", "Rig", "free_port", "mooncake_rig", "private_network"]
 
 HOST = "127.0.0.1"
 UP_S = 30.0
@@ -122,14 +123,46 @@ class _Process:
 P = TypeVar("P", bound=_Process)
 
 
+class Etcd(_Process):
+    """An etcd at `address`."""
+
+    def __init__(self, folder: Path) -> None:
+        port, peers = free_port(), free_port()
+        self.address = f"{HOST}:{port}"
+        mine, its = f"http://{self.address}", f"http://{HOST}:{peers}"
+        command = [
+            str(program("etcd")),
+            f"--data-dir={folder / 'etcd'}",
+            f"--listen-client-urls={mine}",
+            f"--advertise-client-urls={mine}",
+            f"--listen-peer-urls={its}",
+            f"--initial-advertise-peer-urls={its}",
+            f"--initial-cluster=default={its}",
+        ]
+        super().__init__(command, folder / f"etcd-{port}.log")
+        self._wait_up(port)
+
+
 class Master(_Process):
     """A `mooncake_master` at `address`; its metrics at `metrics_port`."""
 
-    def __init__(self, folder: Path, *flags: str, port: int | None = None, metrics_port: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        port: int | None = None,
+        metrics_port: int | None = None,
+        etcd: Etcd | None = None,
+        stands_by: bool = False,
+    ) -> None:
         import mooncake
 
         self.folder = folder
         self.flags = flags
+        self.store_address = f"etcd://{etcd.address}" if etcd else ""
+        """As Mooncake's clients want it where masters are elected."""
+        if etcd:
+            flags = (*flags, "--enable_ha=true", "--enable_oplog=true", f"--etcd_endpoints={etcd.address}")
         self.port = port or free_port()
         self.metrics_port = metrics_port or free_port()
         binary = str(Path(mooncake.__file__).parent / "mooncake_master")
@@ -143,7 +176,8 @@ class Master(_Process):
             *flags,
         ]
         super().__init__(command, folder / f"master-{self.port}.log")
-        self._wait_up(self.port)
+        if not stands_by:  # one that does listens once it is elected
+            self._wait_up(self.port)
 
     @property
     def address(self) -> str:
@@ -164,7 +198,8 @@ class Owner(_Process):
 
     def __init__(self, folder: Path, master: Master, nbytes: int) -> None:
         log = folder / f"owner-{master.port}-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-c", _OWNER, master.address, str(nbytes), str(LIFE_S)]
+        address = master.store_address or master.address
+        command = [sys.executable, "-c", _OWNER, address, str(nbytes), str(LIFE_S)]
         super().__init__(command, log, stdin=True, stdout=True)
         assert self.popen.stdout is not None
         words: list[str] = []
