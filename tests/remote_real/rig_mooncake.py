@@ -95,8 +95,11 @@ class _Process:
         self._gone()
 
     def freeze(self) -> None:
-        """Stop it in its tracks, connections open."""
+        """Stop it in its tracks, connections open: each of its threads stands still when this returns."""
         self.popen.send_signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self.popen.pid}/task")
+        while any(each.read_text().rpartition(")")[2].split()[0] != "T" for each in threads.glob("*/stat")):
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         self.popen.send_signal(signal.SIGCONT)
