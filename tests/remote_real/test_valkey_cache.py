@@ -210,7 +210,7 @@ def test_a_fault_costs_hits_and_nothing_else(tmp_path, name):
     p99 = float(np.quantile(lateness, 0.99))
     print(
         f"{name}: {len(lateness)} lookups and loads, {p99 * 1e3:.1f} ms late at p99, {max(lateness) * 1e3:.1f} at most;"
-        f" {blocks['during']} blocks meanwhile, {wrong} wrong, {during['overdue_jobs']} overdue, trips {during['trips']}"
+        f" {blocks['during']} blocks meanwhile, {wrong} wrong, {during['overdue_jobs']} late, trips {during['trips']}"
     )
     assert p99 < LATE_S
     assert blocks["after"] == 40 * N
