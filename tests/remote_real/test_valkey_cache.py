@@ -97,6 +97,42 @@ def test_what_another_cache_put_is_loaded_right(server, proxy):
         assert cache.check() == []
 
 
+def test_what_one_cache_stored_another_loads(server, proxy):
+    """Written after prefill, over TCP as the socket says; a wrong value is removed, and the next store heals it."""
+    with open_cache(server.url) as first:
+        for number in range(10):
+            first.store(prompt(number), blocks_of(prompt(number))).wait(WAIT_S)
+        assert eventually(lambda: first.stats().remote["written"] == 10 * N), first.stats().remote
+        assert (first.stats().remote["endpoint"], first.stats().remote["transport"]) == (f"{HOST}:{server.port}", "tcp")
+    name = server.command("KEYS", "tcblock1/*").split()[0]
+    server.command("SETRANGE", name, "777", "wrong")
+    with open_cache(server.url) as second:
+        counts = [read(second, number)[0] for number in range(10)]
+        assert sorted(counts)[1:] == [N] * 9 and counts.count(N) == 9
+        assert eventually(lambda: second.stats().remote["removed_wrong"] == 1)
+        assert server.command("EXISTS", name) == "0"
+        hurt = int(np.argmin(counts))
+        second.store(prompt(hurt), blocks_of(prompt(hurt))).wait(WAIT_S)
+        assert eventually(lambda: server.command("EXISTS", name) == "1"), second.stats().remote
+        assert second.check() == []
+    with open_cache(server.url) as third:
+        assert [read(third, number)[0] for number in range(10)] == [N] * 10
+
+
+def test_a_full_server_refuses_and_nobody_waits(tmp_path):
+    with RedisServer(tmp_path / "full", maxmemory="8mb") as server, open_cache(server.url, slots=1024) as cache:
+        for number in range(60):
+            began = time.monotonic()
+            assert cache.store(prompt(number), blocks_of(prompt(number))).wait(WAIT_S)
+            assert time.monotonic() - began < DEADLINE_S
+        assert eventually(lambda: cache.stats().remote["writes_refused"] > 0), cache.stats().remote
+        stats = cache.stats().remote
+        assert stats["written"] > 0 and stats["online"]
+        assert eventually(lambda: (cache.stats().remote["pressure"] or 0) > 0.9), cache.stats().remote
+        assert read(cache, 0)[0] == N
+        assert cache.check() == []
+
+
 @pytest.mark.parametrize("where", ["/1", ""])
 def test_another_database_or_another_epoch_has_nothing(server, proxy, where):
     fill(server.url, 1)
