@@ -75,7 +75,7 @@ class Finds:
         for the answer. (`symbols`: at least to that block.)"""
         breaker = self.state.key_breaker
         if breaker.may_probe(self.state.now) and self.state.has_threads(self.level):
-            breaker.probing = True
+            breaker.probes()
             self._send(Find(symbols[: (at + 1) * self.state.residency.width], at, at + 1, probe=True))
 
     def known(self, symbols: bytes, begin: int, n: int) -> int:

@@ -138,7 +138,7 @@ class RemoteWrites:
         """These blocks came from the key tier just now: it has them."""
         self._mark(idents)
 
-    def look_ahead(self) -> None:
+    def _look_ahead(self) -> None:
         """Queue the blocks that leave memory next, where that is asked for. (Those that are copied down before are
         queued when that is decided: then they are in use, and in no order of eviction.)"""
         if self.limits.write != "eviction" or self.why_not():
@@ -250,7 +250,10 @@ class RemoteWrites:
     # -- sending ------------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Send what waits while threads are left for it, behind all loads and finds."""
+        """Queue what leaves memory next; send what waits while threads are left for it, behind all loads and finds;
+        drop it where nothing may be written."""
+        self._fail_offline()
+        self._look_ahead()
         while self._may_send() and self._send_some():
             pass
 
@@ -398,7 +401,7 @@ class RemoteWrites:
                 self._unmark(sent.job.idents[failed])
         self._give_up(sent.run, "behind")
 
-    def fail_offline(self) -> None:
+    def _fail_offline(self) -> None:
         """What waits while nothing may be written is not written any more."""
         if self.waiting_blocks and (why_not := self.why_not()):
             for run in self.runs:
