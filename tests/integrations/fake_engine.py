@@ -32,9 +32,9 @@ PAGE = BLOCK_TOKENS * TOKEN_NBYTES
 IDENT = b"i" * 16
 
 
-def settings_of(tiers, ranks=1, **more) -> ConnectorSettings:
+def settings_of(tiers, ranks=1, remote=None, **more) -> ConnectorSettings:
     values = {"loads": True, "stores": True, "overlaps": False, "named": None, "seams": Seams(), **more}
-    settings = replace(load_config({"tiers": tiers}), block_tokens=BLOCK_TOKENS)
+    settings = replace(load_config({"tiers": tiers}), block_tokens=BLOCK_TOKENS, namespace="ranks", remote=remote)
     return ConnectorSettings(settings=settings, ranks=ranks, engine=0, **values)
 
 
@@ -150,8 +150,12 @@ class FakeEngine:
         """Blocks that are free once this step was taken over: a step before may still write to them."""
         self.scheduled = self.taken_over = 0
         self.answers: dict[str, list[int]] = {}
+        self.tables: dict[str, list[int]] = {}
+        """Blocks of requests that are over; what was in them is there until others get them."""
         self.numbers = 0
         self.preemptions = 0
+        self.asked_again = 0
+        """Times that a request was told to ask again."""
 
     def _pages(self, rank, slow_s, seed):
         pages = HostPages(list(self.memory[rank]))
@@ -184,6 +188,7 @@ class FakeEngine:
         self.scheduler.finish(request, ids)
         self.finished_ids.add(request.request_id)
         self.answers[request.request_id] = request.tokens
+        self.tables[request.request_id] = list(request.table)
         if not hold:
             self._release(request)
 
@@ -364,6 +369,9 @@ class FakeEngine:
                 hits.append(self.cached[name])
             local = len(hits) * BLOCK_TOKENS
             external = self.scheduler.matched_tokens(request, local)
+            if external is None:
+                self.asked_again += 1
+                return None
             assert external == self.scheduler.matched_tokens(request, local)
             assert 0 <= external <= request.num_tokens - local and external % BLOCK_TOKENS == 0
         computed = request.num_computed_tokens or len(hits) * BLOCK_TOKENS

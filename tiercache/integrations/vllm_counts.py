@@ -148,6 +148,10 @@ class SchedulerCounters:
     fenced: int = 0
     """Stores that a step had to wait for, or that were called off, since it overwrites their blocks."""
     resets: int = 0
+    waits: int = 0
+    """Requests that waited for what a remote tier says."""
+    impatient: int = 0
+    """Times that one did not wait any longer."""
 
 
 def split_key(key: str) -> tuple[Metric, str]:

@@ -43,6 +43,10 @@ class RequestState:
     """Blocks that the engine had itself when it last asked."""
     answer: tuple[int, int, int] = (-1, -1, 0)
     """(version, tokens the engine has, tokens offered) of the last question."""
+    waits: bool = False
+    """At that question a remote tier was being asked for more."""
+    patient_until: float | None = None
+    """So long it may be told to wait for that; None: it never was."""
     _symbols: bytes = b""
     _hashes: int = 0
 

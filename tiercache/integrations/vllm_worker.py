@@ -19,7 +19,7 @@ from tiercache.integrations.vllm_messages import SYMBOL_NBYTES, Hello, LoadOrder
 from tiercache.integrations.vllm_rows import BlockRows, Pages
 from tiercache.layout import KVLayout, Namespace
 from tiercache.lifetime import close_later, forget_forks, watch_forks
-from tiercache.mover import Mover
+from tiercache.mover import KeyTierSpec, Mover
 from tiercache.types import CALLER, Bools, CopyJob, Expedite, JobOverdue, JobResult, MoverMessage, PlannerMessage, Slots
 
 __all__ = ["SHUTDOWN_S", "Finished", "WorkerSide"]
@@ -77,7 +77,8 @@ class WorkerSide:
         self.pages = pages
         self._identity = identity
         layout = KVLayout((pages.block_nbytes,), "uint8")
-        settings = replace(engine.of_rank(rank), layout=layout, namespace=namespace)
+        remote = engine.settings.remote
+        settings = replace(engine.of_rank(rank), layout=layout, namespace=namespace, remote=None)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._arrived: list[PlannerMessage] = []
@@ -85,8 +86,8 @@ class WorkerSide:
         self._watch_of: dict[int, tuple[_LoadWatch, Slots]] = {}
         """By job: whose it is, and its rows."""
         self._over: list[_LoadWatch] = []
-        self._copies: set[int] = set()
-        """Jobs into or out of the engine's blocks that are not over."""
+        self._awaited: set[int] = set()
+        """Jobs into or out of the engine's blocks, and questions to a remote tier, that are not over."""
         self._writes: set[int] = set()
         """Copies below the engine that are not over; delayed ones, too."""
         self._delayed: set[int] = set()
@@ -105,7 +106,12 @@ class WorkerSide:
                 settings, layout, self.epoch, self._directory, engine.seams, SYMBOL_NBYTES, ident_digest
             )
             undo.callback(self._tiers.close)
-            self.mover: Mover = make_mover(settings, self._tiers, self.epoch, self._deliver)
+            keys = None
+            if remote is not None:
+                keys = KeyTierSpec(
+                    remote.tier, namespace.digest, SYMBOL_NBYTES, remote.threads, _salt_of(namespace.digest)
+                )
+            self.mover: Mover = make_mover(settings, self._tiers, self.epoch, self._deliver, keys)
             undo.pop_all()
         self.closed = False
         watch_forks(self)
@@ -163,8 +169,8 @@ class WorkerSide:
         if watch is not None:
             watch.jobs += 1
             self._watch_of[message.id] = watch, message.dst_slots
-        if message.endpoint:
-            self._copies.add(message.id)
+        if message.endpoint or message.kind == "find":
+            self._awaited.add(message.id)
         if message.kind == "write":
             self._writes.add(message.id)
             if message.start_after_s > 0:
@@ -193,7 +199,7 @@ class WorkerSide:
                 if message.job in self._watch_of:
                     self._load_over(*self._watch_of.pop(message.job), message)
                 self._delayed.discard(message.job)
-                self._copies.discard(message.job)
+                self._awaited.discard(message.job)
                 self._writes.discard(message.job)
                 self._changed.notify_all()
 
@@ -207,7 +213,7 @@ class WorkerSide:
 
     def finished(self) -> Finished:
         """Loads that are over since the last call. In a step that computes nothing copies get a moment to go on."""
-        if self._drains and self._copies:
+        if self._drains and self._awaited:
             with self._changed:
                 if not (self._over or self._arrived):
                     self._changed.wait(REST_S)
@@ -284,6 +290,11 @@ class WorkerSide:
 
 
 _NOTHING = Finished()
+
+
+def _salt_of(digest: bytes) -> int:
+    """Ranks give a block one ident. In a remote tier, which holds the blocks of all of them, each has its own."""
+    return int.from_bytes(digest[:8], "little")
 
 
 def _writes_rows(message: MoverMessage) -> bool:

@@ -29,6 +29,8 @@ class KeyTierSpec:
     namespace_digest: bytes
     symbol_nbytes: int
     threads: int = 8
+    ident_salt: int = 0
+    """Mixed into the idents in frames, where one ident stands for other bytes under another namespace."""
 
 
 class KeyedReads:
@@ -37,6 +39,7 @@ class KeyedReads:
     def __init__(self, spec: KeyTierSpec, block_nbytes: int) -> None:
         self._spec = spec
         self._tier = spec.tier
+        self._salt = np.uint64(spec.ident_salt)
         self._block_nbytes = block_nbytes
         self.value_nbytes = frame_nbytes(block_nbytes)
         self._chains: OrderedDict[tuple[bytes, bytes], list[bytes]] = OrderedDict()
@@ -78,7 +81,7 @@ class KeyedReads:
         if running.cancelled or not came.any():
             running.fail("missing")
             return np.zeros(job.n, dtype=np.bool_)
-        good: Bools = came & verified(rows, self._block_nbytes, job.idents)
+        good: Bools = came & verified(rows, self._block_nbytes, job.idents ^ self._salt)
         if (came & ~good).any():
             running.fail("checksum")
         elif not came.all():
