@@ -1,0 +1,222 @@
+"""Mooncake Store's real processes for tests: masters, and owners that hold memory; each ends with this process.
+
+Only inside a private network namespace (`make test-remote`): Mooncake's clients listen on every address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+__all__ = ["Master", "Owner", "Rig", "free_port", "mooncake_rig", "private_network"]
+
+HOST = "127.0.0.1"
+UP_S = 30.0
+"""How long a process may take until it is up."""
+LIFE_S = 900
+"""An owner, whatever happens, ends after this."""
+MIB = 1 << 20
+
+_BORN_MORTAL = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    raise SystemExit("the parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+_OWNER = """
+import signal, sys
+signal.alarm(int(sys.argv[3]))
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1])
+print("code", code, store.get_hostname(), flush=True)
+sys.stdin.read()
+store.close()
+"""
+
+
+def private_network() -> bool:
+    """Whether this process sees the loopback interface only."""
+    return {name for _, name in socket.if_nameindex()} == {"lo"}
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+class _Process:
+    """A child that dies with us, its output in a file."""
+
+    def __init__(self, command: list[str], log: Path, **options: object) -> None:
+        self.log = log
+        with log.open("ab") as file:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-c", _BORN_MORTAL, str(os.getpid()), *command],
+                stdout=subprocess.PIPE if options.get("stdout") else file,
+                stdin=subprocess.PIPE if options.get("stdin") else subprocess.DEVNULL,
+                stderr=file,
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self.popen.poll() is None
+
+    def kill(self) -> None:
+        """As a crash does it: SIGKILL, and gone when this returns."""
+        with contextlib.suppress(ProcessLookupError):
+            self.popen.send_signal(signal.SIGKILL)
+        self._gone()
+
+    def stop(self, within_s: float = 10.0) -> None:
+        """As an operator does it: SIGTERM, then SIGKILL."""
+        with contextlib.suppress(ProcessLookupError):
+            self.popen.terminate()
+        try:
+            self.popen.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._gone()
+
+    def freeze(self) -> None:
+        """Stop it in its tracks, connections open."""
+        self.popen.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.popen.send_signal(signal.SIGCONT)
+
+    def _gone(self) -> None:
+        self.popen.wait(10.0)
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+class Master(_Process):
+    """A `mooncake_master` at `address`; its metrics at `metrics_port`."""
+
+    def __init__(self, folder: Path, *flags: str, port: int | None = None, metrics_port: int | None = None) -> None:
+        import mooncake
+
+        self.folder = folder
+        self.flags = flags
+        self.port = port or free_port()
+        self.metrics_port = metrics_port or free_port()
+        binary = str(Path(mooncake.__file__).parent / "mooncake_master")
+        command = [
+            binary,
+            f"--rpc_address={HOST}",
+            f"--rpc_port={self.port}",
+            f"--metrics_host={HOST}",
+            f"--metrics_port={self.metrics_port}",
+            "--logtostderr",
+            *flags,
+        ]
+        super().__init__(command, folder / f"master-{self.port}.log")
+        self._wait_up()
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
+
+    def again(self) -> Master:
+        """A new master, with nothing in it, at the same address."""
+        return Master(self.folder, *self.flags, port=self.port, metrics_port=self.metrics_port)
+
+    def metrics(self, path: str = "/metrics") -> str:
+        """What it says of itself."""
+        with urllib.request.urlopen(f"http://{HOST}:{self.metrics_port}{path}", timeout=5) as answer:
+            return str(answer.read().decode())
+
+    def _wait_up(self) -> None:
+        end = time.monotonic() + UP_S
+        while time.monotonic() < end:
+            if not self.alive:
+                raise RuntimeError(f"the master ended at once, {self.popen.returncode}: {self.log.read_text()[-500:]}")
+            with contextlib.suppress(OSError), socket.create_connection((HOST, self.port), 0.2):
+                return
+            time.sleep(0.05)
+        self.kill()
+        raise RuntimeError(f"the master was not up after {UP_S} s: {self.log.read_text()[-500:]}")
+
+
+class Owner(_Process):
+    """A process that gives `nbytes` of memory to the store and holds what others put there."""
+
+    def __init__(self, folder: Path, master: Master, nbytes: int) -> None:
+        log = folder / f"owner-{master.port}-{time.monotonic_ns()}.log"
+        command = [sys.executable, "-c", _OWNER, master.address, str(nbytes), str(LIFE_S)]
+        super().__init__(command, log, stdin=True, stdout=True)
+        assert self.popen.stdout is not None
+        words: list[str] = []
+        while not words or words[0] != "code":  # the library itself may print
+            line = self.popen.stdout.readline().decode()
+            if not line:
+                raise RuntimeError(f"the owner ended: {self.log.read_text()[-500:]}")
+            words = line.split()
+        if words[1] != "0":
+            raise RuntimeError(f"the owner's setup said {words[1]}: {self.log.read_text()[-500:]}")
+        self.endpoint = words[2]
+        """Its name at the master."""
+
+
+class Rig:
+    """Processes of one test or module, all gone at its end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._started: list[_Process] = []
+
+    def master(self, *flags: str) -> Master:
+        """A new master. A port that another took meanwhile costs a second try."""
+        for turn in range(3):
+            try:
+                return self.adopt(Master(self.folder, *flags))
+            except RuntimeError:
+                if turn == 2:
+                    raise
+        raise AssertionError
+
+    def owner(self, master: Master, nbytes: int = 256 * MIB) -> Owner:
+        owner = Owner(self.folder, master, nbytes)
+        self._started.append(owner)
+        return owner
+
+    def adopt(self, master: Master) -> Master:
+        """Count a master that was started elsewhere (`Master.again`) among ours."""
+        self._started.append(master)
+        return master
+
+    def close(self) -> None:
+        for process in reversed(self._started):
+            process.kill()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+@pytest.fixture(scope="module")
+def mooncake_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """An empty rig for a module of tests."""
+    if not private_network():
+        pytest.fail("Mooncake's clients listen on every address: run this in a private network (make test-remote)")
+    with Rig(tmp_path_factory.mktemp("mooncake")) as rig:
+        yield rig
