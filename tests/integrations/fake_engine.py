@@ -150,8 +150,6 @@ class FakeEngine:
         """Blocks that are free once this step was taken over: a step before may still write to them."""
         self.scheduled = self.taken_over = 0
         self.answers: dict[str, list[int]] = {}
-        self.tables: dict[str, list[int]] = {}
-        """Blocks of requests that are over; what was in them is there until others get them."""
         self.numbers = 0
         self.preemptions = 0
         self.asked_again = 0
@@ -188,7 +186,6 @@ class FakeEngine:
         self.scheduler.finish(request, ids)
         self.finished_ids.add(request.request_id)
         self.answers[request.request_id] = request.tokens
-        self.tables[request.request_id] = list(request.table)
         if not hold:
             self._release(request)
 

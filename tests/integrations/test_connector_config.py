@@ -152,7 +152,7 @@ def test_a_remote_tier_and_the_epoch_that_engines_share(caplog):
 def test_the_kill_switch_of_remote_tiers(monkeypatch, caplog):
     monkeypatch.setenv("TIERCACHE_REMOTE", "off")
     read = read_settings(remote(epoch="v1"))
-    assert (read.settings.remote, read.tag, read.patience_s) == (None, None, 0.0)
+    assert (read.settings.remote, read.tag, read.patience_s) == (None, b"v1", 0.0)
     assert "TIERCACHE_REMOTE=off" in caplog.text
     monkeypatch.setenv("TIERCACHE_REMOTE", "maybe")
     with pytest.raises(ConfigError, match=r"TIERCACHE_REMOTE.*on or off"):

@@ -3,17 +3,13 @@
 import random
 import time
 
-import numpy as np
 import pytest
-from fake_engine import IDENT, FakeEngine, settings_of
+from fake_engine import FakeEngine, settings_of
 
 from tiercache.config import Remote
 from tiercache.integrations.vllm_messages import SYMBOL_NBYTES
-from tiercache.integrations.vllm_rows import HostPages
-from tiercache.integrations.vllm_worker import _salt_of
-from tiercache.keys import chain_idents, chain_keys, root_ident
+from tiercache.keys import chain_keys
 from tiercache.layout import Namespace
-from tiercache.remote import seal
 from tiercache.testing import FaultyKeyTier, HangingKeyTier, MemoryKeyTier, SlowKeyTier
 
 STRIDE = 4096
@@ -34,21 +30,11 @@ def rank_keys(engine, request, rank):
     return chain_keys(symbols, SYMBOL_NBYTES, Namespace(f"m{rank}").digest, engine.scheduler.planner.epoch)
 
 
-def put(engine, request, store):
-    """Put the blocks of a request that is over into the store, as its engine has them."""
-    symbols, table = b"".join(request.block_hashes), engine.tables[request.request_id]
-    for rank in range(engine.ranks):
-        pages = HostPages(list(engine.memory[rank]))
-        rows = pages.read(np.array(table[: len(request.block_hashes)], dtype=np.int32))
-        idents = chain_idents(symbols, SYMBOL_NBYTES, root_ident(IDENT, engine.scheduler.planner.epoch))
-        idents = idents ^ np.uint64(_salt_of(Namespace(f"m{rank}").digest))
-        store.put(rank_keys(engine, request, rank), seal(rows, pages.block_nbytes, idents), 1.0)
-
-
-def ask_and_put(engine, tokens, store):
+def ask_and_put(engine, tokens):
     """The answer of an engine, whose blocks are in the store afterwards."""
+    before = engine.scheduler.planner.finds.counters.written
     request = engine.ask(tokens, 1)
-    put(engine, request, store)
+    assert engine.scheduler.planner.finds.counters.written == before + LOADED // 4
     return request
 
 
@@ -57,7 +43,11 @@ def make_engine():
     made = []
 
     def make(store, tiers=DRAM, ranks=1, *, overlaps=False, tag=TAG, patience_s=2.0, loads=True, stores=True, **more):
-        own = {name: more.pop(name) for name in ("find_deadline_s", "read_deadline_s", "missing_s") if name in more}
+        own = {
+            name: more.pop(name)
+            for name in ("find_deadline_s", "read_deadline_s", "missing_s", "write")
+            if name in more
+        }
         remote = Remote(store, **{"missing_s": 0.05, "quota": 1.0, **own})
         settings = settings_of(
             tiers, ranks, remote, tag=tag, patience_s=patience_s, overlaps=overlaps, loads=loads, stores=stores
@@ -78,7 +68,7 @@ def found(engine):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_one_engine_put_is_a_hit_of_another(make_engine, monkeypatch, ranks, overlaps):
     store = MemoryKeyTier(1000)
-    first = ask_and_put(make_engine(store, ranks=ranks, overlaps=overlaps), prompt(1), store)
+    first = ask_and_put(make_engine(store, ranks=ranks, overlaps=overlaps), prompt(1))
     other = make_engine(store, ranks=ranks, overlaps=overlaps)
     allocated, sources = other.scheduler.allocated, []
 
@@ -100,7 +90,7 @@ def test_what_one_engine_put_is_a_hit_of_another(make_engine, monkeypatch, ranks
 
 def test_another_epoch_another_world(make_engine):
     store = MemoryKeyTier(1000)
-    ask_and_put(make_engine(store), prompt(1), store)
+    ask_and_put(make_engine(store), prompt(1))
     other = make_engine(store, tag=b"weights 2")
     other.version = 1
     other.ask(prompt(1), 1)
@@ -110,7 +100,7 @@ def test_another_epoch_another_world(make_engine):
 def test_only_what_all_ranks_have_is_a_hit(make_engine):
     store = MemoryKeyTier(1000)
     engine = make_engine(store, ranks=2)
-    request = ask_and_put(engine, prompt(1), store)
+    request = ask_and_put(engine, prompt(1))
     store.remove(rank_keys(engine, request, 1)[3:], 1.0)
     other = make_engine(store, ranks=2)
     assert other.ask(prompt(1), 1).tokens == request.tokens
@@ -121,9 +111,9 @@ def test_a_value_of_another_rank_is_a_miss(make_engine):
     """Ranks give a block one ident: only the frame tells theirs apart."""
     store = MemoryKeyTier(1000)
     engine = make_engine(store, ranks=2)
-    request = ask_and_put(engine, prompt(1), store)
+    request = ask_and_put(engine, prompt(1))
     mine, theirs = (rank_keys(engine, request, rank) for rank in (0, 1))
-    for key, other in zip(mine, theirs, strict=True):
+    for key, other in zip(mine[:5], theirs[:5], strict=True):
         store.replace(key, store.value(other))
     other = make_engine(store, ranks=2)
     assert other.ask(prompt(1), 1).tokens == request.tokens
@@ -135,7 +125,7 @@ def test_a_store_that_lies(make_engine, ranks):
     """Found, but gone; found, but other bytes: on one rank alone."""
     store = FaultyKeyTier(MemoryKeyTier(1000))
     engine = make_engine(store, ranks=ranks)
-    requests = [ask_and_put(engine, prompt(seed), store) for seed in range(4)]
+    requests = [ask_and_put(engine, prompt(seed)) for seed in range(4)]
     for seed, request in enumerate(requests):
         keys = rank_keys(engine, request, ranks - 1)
         if seed % 2:
@@ -152,7 +142,7 @@ def test_a_store_that_lies(make_engine, ranks):
 
 def test_a_slow_store_is_waited_for(make_engine):
     inner = MemoryKeyTier(1000)
-    first = ask_and_put(make_engine(inner), prompt(1), inner)
+    first = ask_and_put(make_engine(inner), prompt(1))
     other = make_engine(SlowKeyTier(inner, 0.1))
     began = time.monotonic()
     assert other.ask(prompt(1), 1).tokens == first.tokens and found(other) == LOADED
@@ -162,11 +152,13 @@ def test_a_slow_store_is_waited_for(make_engine):
 def test_no_longer_than_the_patience(make_engine):
     """The answer that came too late serves the next request."""
     inner = MemoryKeyTier(1000)
-    first = ask_and_put(make_engine(inner), prompt(1), inner)
+    first = ask_and_put(make_engine(inner), prompt(1))
     other = make_engine(SlowKeyTier(inner, 0.3), patience_s=0.1)
-    began = time.monotonic()
-    assert other.ask(prompt(1), 1).tokens == first.tokens and found(other) == 0
+    request, began = other.add(prompt(1), 1), time.monotonic()
+    while request.status != "FINISHED":
+        other.step()
     assert 0.1 <= time.monotonic() - began < 0.3
+    assert request.tokens == first.tokens and found(other) == 0
     assert (other.scheduler.counters.waits, other.scheduler.counters.impatient) == (1, 1)
     while not other.scheduler.planner.finds.counters.blocks_found:
         other.step()
@@ -177,7 +169,7 @@ def test_no_longer_than_the_patience(make_engine):
 
 def test_without_patience_nobody_waits(make_engine):
     inner = MemoryKeyTier(1000)
-    first = ask_and_put(make_engine(inner), prompt(1), inner)
+    first = ask_and_put(make_engine(inner), prompt(1))
     other = make_engine(inner, patience_s=0.0)
     assert other.ask(prompt(1), 1).tokens == first.tokens and found(other) == 0
     assert other.asked_again == other.scheduler.counters.waits == 0 and inner.calls["find"] > 0
@@ -188,8 +180,8 @@ def test_without_patience_nobody_waits(make_engine):
 def test_a_store_that_hangs_costs_its_deadline_and_then_nothing(make_engine, ranks, op):
     store = HangingKeyTier(MemoryKeyTier(1000))
     engine = make_engine(store, ranks=ranks)
-    requests = [ask_and_put(engine, prompt(seed), store) for seed in range(8)]
-    other = make_engine(store, ranks=ranks, find_deadline_s=0.15, read_deadline_s=0.15)
+    requests = [ask_and_put(engine, prompt(seed)) for seed in range(8)]
+    other = make_engine(store, ranks=ranks, find_deadline_s=0.15, read_deadline_s=0.15, write="never")
     store.hang(op)
     took = []
     for seed, request in enumerate(requests):
@@ -214,7 +206,7 @@ def test_a_store_that_hangs_costs_its_deadline_and_then_nothing(make_engine, ran
 
 def test_an_engine_that_only_waits_for_an_answer_makes_few_steps(make_engine):
     inner = MemoryKeyTier(1000)
-    ask_and_put(make_engine(inner), prompt(1), inner)
+    ask_and_put(make_engine(inner), prompt(1))
     other = make_engine(SlowKeyTier(inner, 0.3))
     request, steps = other.add(prompt(1), 1), 0
     began = time.monotonic()
@@ -243,7 +235,7 @@ def test_a_request_that_is_aborted_while_it_waits(make_engine):
 def test_the_questions_of_all_that_wait_in_line_go_out_at_once(make_engine):
     inner = MemoryKeyTier(1000)
     engine = make_engine(inner)
-    requests = [ask_and_put(engine, prompt(seed), inner) for seed in range(6)]
+    requests = [ask_and_put(engine, prompt(seed)) for seed in range(6)]
     other = make_engine(SlowKeyTier(inner, lambda op, n: 0.2 if op == "find" else 0.0), num_blocks=64)
     began = time.monotonic()
     for seed in range(6):
@@ -256,7 +248,7 @@ def test_the_questions_of_all_that_wait_in_line_go_out_at_once(make_engine):
 
 def test_roles(make_engine):
     store = MemoryKeyTier(1000)
-    first = ask_and_put(make_engine(store), prompt(1), store)
+    first = ask_and_put(make_engine(store), prompt(1))
     consumer = make_engine(store, stores=False)
     assert consumer.ask(prompt(1), 1).tokens == first.tokens and found(consumer) == LOADED
     calls = store.calls["find"]
@@ -272,7 +264,7 @@ def disk(tmp_path):
 def test_a_restart_keeps_disk_and_tag(make_engine, tmp_path):
     store = MemoryKeyTier(1000)
     engine = make_engine(store, disk(tmp_path))
-    first = ask_and_put(engine, prompt(1), store)
+    first = ask_and_put(engine, prompt(1))
     engine.close()
     calls = store.calls["get"]
     again = make_engine(store, disk(tmp_path))
@@ -286,12 +278,12 @@ def test_a_reset_leaves_the_tag_also_after_a_restart(make_engine, tmp_path, capl
     """What others put under it is of the weights before."""
     store = MemoryKeyTier(1000)
     engine = make_engine(store, disk(tmp_path), ranks)
-    ask_and_put(engine, prompt(1), store)
-    ask_and_put(make_engine(store, ranks=ranks), prompt(2), store)
+    ask_and_put(engine, prompt(1))
+    ask_and_put(make_engine(store, ranks=ranks), prompt(2))
     engine.new_weights()
     engine.ask(prompt(1), 1)
     assert found(engine) == 0 and "finds nothing of others" in caplog.text
-    mine = ask_and_put(engine, prompt(3), store)
+    mine = ask_and_put(engine, prompt(3))
     engine.close()
     again = make_engine(store, disk(tmp_path), ranks)
     again.version = 1
@@ -314,7 +306,7 @@ def test_a_reset_leaves_the_tag_also_after_a_restart(make_engine, tmp_path, capl
 def test_a_reset_while_a_load_is_under_way(make_engine):
     """What comes of the weights before is nobody's."""
     inner = MemoryKeyTier(1000)
-    ask_and_put(make_engine(inner), prompt(1), inner)
+    ask_and_put(make_engine(inner), prompt(1))
     other = make_engine(SlowKeyTier(inner, lambda op, n: 0.2 if op == "get" else 0.0))
     request = other.add(prompt(1), 1)
     while request.status != "LOADING":

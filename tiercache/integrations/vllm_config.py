@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Any, TypeVar, cast
 from tiercache.assembly import Seams
 from tiercache.config import DRAM, HBM, NVMe, Settings, format_size, load_config, ram_nbytes, read_config
 from tiercache.config_memory import check_memory
-from tiercache.config_remote import Remote
+from tiercache.config_remote import Remote, remote_enabled
 from tiercache.errors import ConfigError
 
-__all__ = ["MOST_PATIENCE_S", "ConnectorSettings", "read_settings", "remote_from_env"]
+__all__ = ["MOST_PATIENCE_S", "ConnectorSettings", "read_settings"]
 
 _T = TypeVar("_T")
 
@@ -143,23 +142,15 @@ def _with_remote(settings: Settings, extra: Mapping[str, Any]) -> Settings:
             remedy = "leave it out: the engine's resets make epochs; a tag is for engines that share a remote tier"
             raise ConfigError(f"{_WHERE}.epoch", settings.epoch.decode(errors="replace"), remedy)
         return settings
-    if not remote_from_env():
+    if not remote_enabled():
         _log.warning("TIERCACHE_REMOTE=off: the remote tier is neither asked nor written to")
-        return replace(settings, remote=None, epoch=None)
+        return replace(settings, remote=None)
     if settings.epoch is None:
         _log.warning(
             "a remote tier without an epoch: only what this very engine puts there is found, and only until it ends. "
             'Give all engines that share it one tag, such as "epoch": "v1".'
         )
     return settings
-
-
-def remote_from_env() -> bool:
-    """The kill switch of remote tiers, TIERCACHE_REMOTE. ConfigError where it is neither on nor off."""
-    value = os.environ.get("TIERCACHE_REMOTE", "").strip().lower() or "on"
-    if value not in ("on", "off"):
-        raise ConfigError("TIERCACHE_REMOTE (environment)", value, "on or off is needed")
-    return value == "on"
 
 
 def _patience(extra: Mapping[str, Any], remote: Remote | None) -> float:

@@ -142,28 +142,16 @@ class SchedulerSide:
         if blocks > state.local_blocks and planner.loads.has_room():
             found = planner.lookup(state.symbols(), blocks, self._clock(), again=again)
             tokens = max(0, found.blocks * self.block_tokens - local_tokens)
-            state.waits = bool(found.pending) and self._is_asked(state, found.blocks, blocks)
+            finds = planner.finds if found.pending else None
+            state.waits = finds is not None and finds.is_asked(state.symbols(), found.blocks, blocks)
         if not again:
             self.counters.asked += max(0, request.num_tokens - local_tokens)
         state.answer = (self.version, local_tokens, tokens)
         return None if state.waits and self._waits(state) else tokens
 
-    def _is_asked(self, state: RequestState, begin: int, end: int) -> bool:
-        """Is a remote tier being asked for what comes next?"""
-        finds = self.planner.finds if self.planner is not None else None
-        return finds is not None and finds.is_asked(state.symbols(), begin, end)
-
     def _waits(self, state: RequestState) -> bool:
-        """May a request go on waiting for what a remote tier says? Not for longer than the patience, all in all."""
-        now = self._clock()
-        if state.patient_until is None:
-            state.patient_until = now + self.engine.patience_s
-            self.counters.waits += self.engine.patience_s > 0
-        state.waits = now < state.patient_until
-        if not state.waits and state.patient_until:
-            self.counters.impatient += self.engine.patience_s > 0
-            state.patient_until = 0.0
-        return state.waits
+        """May a request go on waiting for what a remote tier says?"""
+        return state.goes_on_waiting(self._clock(), self.engine.patience_s, self.counters)
 
     def allocated(self, request: Any, block_ids: Sequence[int], tokens: int) -> None:
         """The engine has given the request these blocks (all of its table), and lets us load `tokens` into those after
@@ -192,9 +180,8 @@ class SchedulerSide:
         if mine is None or self.planner is None:
             return {}
         names = [*(spec.name for spec in self.planner.levels), REMOTE_NAME]
-        by_level = {
-            name: blocks * self.block_tokens for name, blocks in zip(names, mine.load.by_level, strict=False) if blocks
-        }
+        size, counts = self.block_tokens, zip(names, mine.load.by_level, strict=False)
+        by_level = {name: blocks * size for name, blocks in counts if blocks}
         return by_level if sum(by_level.values()) == tokens else {}
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -428,11 +415,17 @@ class SchedulerSide:
         return self._meter.take(self.version, self.counters, self.planner, self.cold_reason, draining)
 
     def has_work(self) -> bool:
-        """Must the engine make steps although it has nothing to do? While stores copy, and for what was decided since
-        the last step."""
+        """Must the engine make steps although it has nothing to do? While stores copy, while a remote tier is written
+        to, and for what was decided since the last step."""
         if self._sources or self._orders.attach or self._orders.messages:
             return True
-        return self.planner is not None and bool(self.planner.state.outbox)
+        planner = self.planner
+        if planner is None:
+            return False
+        writes = planner.remote_writes
+        if writes is not None and writes.is_stuck:
+            planner.tend(self._clock())
+        return bool(planner.state.outbox) or (writes is not None and not writes.is_idle)
 
     def reset(self, engine_cache_is_empty: bool) -> None:
         """The weights changed: nothing stored so far is ever found again, also after a restart. Durable on return.

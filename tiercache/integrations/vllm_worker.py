@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tiercache.assembly import OpenTiers, known_layout, make_mover, nvme_of, obtaining, open_tiers
+from tiercache.assembly import OpenTiers, key_tier_spec, known_layout, make_mover, nvme_of, obtaining, open_tiers
 from tiercache.directory import StoreDirectory
 from tiercache.integrations.vllm_config import ConnectorSettings
 from tiercache.integrations.vllm_counts import Payload, RankMeter
 from tiercache.integrations.vllm_messages import SYMBOL_NBYTES, Hello, LoadOrder, StepOrders, StepReport
 from tiercache.integrations.vllm_rows import BlockRows, Pages
 from tiercache.layout import KVLayout, Namespace
-from tiercache.lifetime import close_later, forget_forks, watch_forks
-from tiercache.mover import KeyTierSpec, Mover
+from tiercache.lifetime import close_keys, close_later, forget_forks, watch_forks
+from tiercache.mover import Mover
 from tiercache.types import CALLER, Bools, CopyJob, Expedite, JobOverdue, JobResult, MoverMessage, PlannerMessage, Slots
 
 __all__ = ["SHUTDOWN_S", "Finished", "WorkerSide"]
@@ -77,8 +77,7 @@ class WorkerSide:
         self.pages = pages
         self._identity = identity
         layout = KVLayout((pages.block_nbytes,), "uint8")
-        remote = engine.settings.remote
-        settings = replace(engine.of_rank(rank), layout=layout, namespace=namespace, remote=None)
+        settings = replace(engine.of_rank(rank), layout=layout, namespace=namespace)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._arrived: list[PlannerMessage] = []
@@ -87,9 +86,9 @@ class WorkerSide:
         """By job: whose it is, and its rows."""
         self._over: list[_LoadWatch] = []
         self._awaited: set[int] = set()
-        """Jobs into or out of the engine's blocks, and questions to a remote tier, that are not over."""
+        """Jobs into or out of the engine's blocks, and all at a remote tier, that are not over."""
         self._writes: set[int] = set()
-        """Copies below the engine that are not over; delayed ones, too."""
+        """Copies to the disk that are not over; delayed ones, too."""
         self._delayed: set[int] = set()
         self._step = 0
         self._wants_hello = False
@@ -101,16 +100,16 @@ class WorkerSide:
             if nvme is not None:
                 self._directory = StoreDirectory.open(nvme.directory)
                 undo.callback(self._directory.close)
-            _, self.epoch = known_layout(settings, self._directory)
+            _, self.epoch = known_layout(replace(settings, remote=None), self._directory)
             self._tiers: OpenTiers = open_tiers(
                 settings, layout, self.epoch, self._directory, engine.seams, SYMBOL_NBYTES, ident_digest
             )
             undo.callback(self._tiers.close)
-            keys = None
-            if remote is not None:
-                keys = KeyTierSpec(
-                    remote.tier, namespace.digest, SYMBOL_NBYTES, remote.threads, _salt_of(namespace.digest)
-                )
+            keys = key_tier_spec(settings, self._tiers, SYMBOL_NBYTES)
+            if (
+                keys is not None
+            ):  # ranks give a block one ident; in a key tier, which holds those of all, each has its own
+                keys = replace(keys, ident_salt=int.from_bytes(namespace.digest[:8], "little"))
             self.mover: Mover = make_mover(settings, self._tiers, self.epoch, self._deliver, keys)
             undo.pop_all()
         self.closed = False
@@ -169,9 +168,9 @@ class WorkerSide:
         if watch is not None:
             watch.jobs += 1
             self._watch_of[message.id] = watch, message.dst_slots
-        if message.endpoint or message.kind == "find":
+        if message.endpoint or message.symbols is not None:
             self._awaited.add(message.id)
-        if message.kind == "write":
+        if message.kind == "write" and message.symbols is None:
             self._writes.add(message.id)
             if message.start_after_s > 0:
                 self._delayed.add(message.id)
@@ -267,6 +266,8 @@ class WorkerSide:
         if left:
             _log.warning("%d writes to disk were not over after %.1f s: what they had is lost", left, timeout_s)
         complete = self.mover.close(max(0.1, until - time.monotonic()))
+        if self._tiers.own_keys is not None:
+            close_keys(self.mover, self._tiers.own_keys)
         if self._directory is not None:
             if self.mover.left_open:
                 close_later(self.mover, self._tiers.tiers, self._directory)
@@ -290,11 +291,6 @@ class WorkerSide:
 
 
 _NOTHING = Finished()
-
-
-def _salt_of(digest: bytes) -> int:
-    """Ranks give a block one ident. In a remote tier, which holds the blocks of all of them, each has its own."""
-    return int.from_bytes(digest[:8], "little")
 
 
 def _writes_rows(message: MoverMessage) -> bool:

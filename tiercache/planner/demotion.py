@@ -94,9 +94,10 @@ class Demotion:
 
     def tend(self) -> None:
         """Copy the coldest blocks down where too few slots could be freed on demand."""
+        last = len(self.state.specs) - 1
         if self.state.write_limit is not None:
-            self.state.write_limit.note(self.state.residency.tables[0].taken, self.state.counters[-1])
-        for level in range(len(self.state.specs) - 1):
+            self.state.write_limit.note(self.state.residency.tables[0].taken, self.state.counters[last])
+        for level in range(last):
             taken = self.state.residency.tables[level].taken
             counted_at, spare = self._spare[level]
             if taken - counted_at < spare or self.state.level_below(level) is None:
