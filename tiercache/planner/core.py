@@ -119,9 +119,8 @@ class Planner:
         self.stores = Stores(self.state, self.demotion, self.quota)
         self.hinting = Hinting(self.state, self.demotion)
         self.pins = Pins(self.state)
-        self.remote_writes: RemoteWrites | None = None
-        if remote is not None and self.finds is not None:
-            self.remote_writes = RemoteWrites(self.state, self.finds, self.demotion, remote)
+        finds = self.finds
+        self.remote_writes = RemoteWrites(self.state, finds, self.demotion, finds.limits) if finds is not None else None
         self.results = Results(self.state, self.loads, self.demotion, self.finds, self.remote_writes)
         self.offers = Offers(self.state, measures)
 
@@ -139,9 +138,8 @@ class Planner:
 
     def begins(self, first: bytes) -> bool:
         """Does any cached prompt begin with this symbol, or may one do so elsewhere?"""
-        return first in self.state.residency.index.root.children or (
-            self.finds is not None and self.state.key_breaker.allows(self.state.now)
-        )
+        children, state = self.state.residency.index.root.children, self.state
+        return first in children or (self.finds is not None and state.key_breaker.allows(state.now))
 
     def lookup(
         self, symbols: bytes, n: int, now: float, tail: bytes = b"", again: bool = False, block_s: float = 0.0

@@ -85,11 +85,15 @@ class Demotion:
         self._stores += 1
         self._sizes.note(self._stores, blocks)
 
+    def largest_store(self) -> int:
+        """Blocks of the largest recent store."""
+        return self._sizes.largest(self._stores)
+
     def watermark(self, level: int) -> int:
         """Slots that should be free, or be free on demand, before the next store: 1 % of them or the largest recent
         store, the smaller, and what recent requests lacked; at most half."""
         capacity = self.state.specs[level].capacity
-        base = max(1, min(capacity // 100, self._sizes.largest(self._stores)))
+        base = max(1, min(capacity // 100, self.largest_store()))
         return min(base + self._shortfalls[level].largest(self._stores), max(1, capacity // 2))
 
     def tend(self) -> None:

@@ -148,6 +148,7 @@ class RemoteWrites:
         state, victims, level = self.state, self.demotion.victims, self.state.memory_level
         table = state.residency.tables[level]
         ahead = max(2 * self.demotion.watermark(level), table.capacity // 16, 1)
+        ahead = max(ahead, min(2 * self.demotion.largest_store(), table.capacity // 4))
         if table.free >= ahead or table.taken - self._looked_at < max(1, ahead // 4):
             return
         self._looked_at = table.taken
