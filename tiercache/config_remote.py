@@ -26,10 +26,11 @@ _VERBS = ("find", "get", "put", "remove", "close")
 @dataclass(frozen=True)
 class Remote:
     """Blocks that other caches have put into a key tier (`tiercache.remote.KeyTier`). Needs a `namespace`, and an
-    `epoch` that those caches share. The tier is the caller's: several caches may use one, none of them closes it."""
+    `epoch` that those caches share. A KeyTier is the caller's: several caches may use one, none of them closes it. From
+    a URL the cache opens one of its own, and closes it."""
 
     tier: Any
-    """A KeyTier."""
+    """A KeyTier, or a URL such as `redis://10.0.0.5`: docs/remote.md. Shown without its password."""
     quota: float = 0.2
     """The share of HBM's and of DRAM's slots that blocks from here, and blocks computed under them, may take until
     their prompt was used twice more. Rounded down, but at least one block."""

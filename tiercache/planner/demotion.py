@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -49,6 +50,8 @@ class Demotion:
         self.victims = victims
         self.room = room
         self.writes = writes
+        self.leaving: Callable[[int, Node, int], None] | None = None
+        """Is told (level, run, end) of blocks that were chosen to be copied down, before they are."""
         self._stores = 0
         self._sizes = RecentMax(_REMEMBERED_STORES)
         self._shortfalls = [RecentMax(_REMEMBERED_STORES) for _ in state.specs]
@@ -159,6 +162,8 @@ class Demotion:
 
     def _copy(self, level: int, node: Node, begin: int, end: int, drop: bool) -> Planned:
         """`Writes.plan`; where the level below has no room, room is made there first. Reasons: without "room"."""
+        if self.leaving is not None:
+            self.leaving(level, node, end)
         planned, target = self.writes.plan(node, begin, end, level), self.state.level_below(level)
         if planned.reason != "room" or target is None:
             return planned

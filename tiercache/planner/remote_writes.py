@@ -90,6 +90,8 @@ class RemoteWrites:
         """By the last bits of its ident: the block that was queued, or came from the key tier, last. It is not queued
         again."""
         self._mask = np.uint64(size - 1)
+        if limits.write == "eviction":
+            demotion.leaving = self._leaves
 
     @property
     def runs(self) -> list[Run]:
@@ -142,7 +144,8 @@ class RemoteWrites:
         self._mark(idents)
 
     def look_ahead(self) -> None:
-        """Queue the blocks that leave memory next, where that is asked for."""
+        """Queue the blocks that leave memory next, where that is asked for. (Those that are copied down before are
+        queued when that is decided: then they are in use, and in no order of eviction.)"""
         if self.limits.write != "eviction" or self.why_not():
             return
         state, victims, level = self.state, self.demotion.victims, self.state.memory_level
@@ -162,6 +165,10 @@ class RemoteWrites:
                 node, last = victim
                 covered += last + 1 - victims.coldest_run(level, node, last, ahead - covered, droppable)
                 self._offer(level, node, last + 1)
+
+    def _leaves(self, level: int, node: Node, end: int) -> None:
+        if level == self.state.memory_level and not self.why_not():
+            self._offer(level, node, end)
 
     def _offer(self, level: int, node: Node, end: int) -> None:
         """Queue what of the path to block `end - 1` of a run is readable in a level of memory, and was not queued yet.
