@@ -1,8 +1,8 @@
 """A key tier that processes share: values are files of a folder, put there by renaming. It can be told to misbehave.
 
 `shared` is named by the extra config {"remote": "file_key_tier:shared"}; the folder is in TIERCACHE_STORE, and options
-of `Remote` as JSON in TIERCACHE_STORE_OPTIONS. Under TIERCACHE_SEAMS (see `vllm_seams`) each operation meets what is said
-of "remote": {"find": "hang", "get": "garble" (or "fail": none is there), "put": "raise", "delay_s": [0.05, 0.5]}.
+of `Remote` as JSON in TIERCACHE_STORE_OPTIONS. Under TIERCACHE_SEAMS (see `vllm_seams`) each operation meets what is
+said of "remote": {"find": "hang", "get": "garble" (or "fail": none is there), "put": "raise", "delay_s": [0.05, 0.5]}.
 """
 
 from __future__ import annotations
