@@ -214,6 +214,16 @@ def test_an_engine_that_only_waits_for_an_answer_makes_few_steps(make_engine):
     other.drain()
 
 
+def test_an_engine_without_requests_goes_on_until_all_is_written(make_engine):
+    store = MemoryKeyTier(1000)
+    engine = make_engine(SlowKeyTier(store, 0.05), num_blocks=64)
+    for seed in range(4):
+        engine.add(prompt(seed), 1)
+    engine.drain()
+    assert len(store) == 4 * LOADED // 4
+    assert not engine.scheduler.has_work(), "and then it rests"
+
+
 def test_a_request_that_is_aborted_while_it_waits(make_engine):
     store = HangingKeyTier(MemoryKeyTier(1000))
     other = make_engine(store, find_deadline_s=0.2)
