@@ -99,6 +99,10 @@ class Finds:
             return 0, (there + asked if asked else 0)
         return there, asked
 
+    def is_asked(self, symbols: bytes, begin: int, n: int) -> bool:
+        """Is block `begin` of a prompt of n being asked for, as of the last lookup? Mutates nothing."""
+        return self.hints.known(symbols, begin, n, self.state.now).asked > 0
+
     def _ask(self, symbols: bytes, begin: int, end: int) -> bool:
         if len(self._waiting) >= self.limits.waiting_finds:
             self.counters.finds_refused += 1

@@ -104,6 +104,11 @@ class RemoteWrites:
         return not self.waiting_blocks and len(self.under_way) == self.lost
 
     @property
+    def is_stuck(self) -> bool:
+        """Does something wait, and nothing go on after which it could be sent?"""
+        return bool(self.waiting_blocks) and len(self.under_way) == self.lost
+
+    @property
     def lost(self) -> int:
         """Jobs under way that are overdue."""
         return sum(sent.overdue for sent in self.under_way.values())
