@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo demo-vllm bench-vllm test browser test-slow test-vllm test-remote bench-remote soak campaign planted-faults bench bench-peers bench-report hit-ratios lint types wheel clean
+.PHONY: help demo demo-vllm bench-vllm test browser test-slow test-vllm test-remote bench-remote soak campaign planted-faults planted-faults-vllm bench bench-peers bench-report hit-ratios lint types wheel clean
 
 help:
 	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
@@ -18,7 +18,7 @@ help:
 	@echo "make bench      all benchmarks, about 8 minutes; QUICK=1: a few minutes; SMOKE=1: do they run?"
 	@echo "make bench-peers  tiercache and its peers in one run, about 10 minutes, and the first time to build (ARGS=--help)"
 	@echo "make test-vllm  the real vLLM on CPUs, 3 GB the first time; SLOW=1: all of it; VLLM=0.28.0: another version of it"
-	@echo "make test-remote  key tiers on the real Mooncake Store, in a private network (142 MB the first time; ARGS=...)"
+	@echo "make test-remote  key tiers on the real Mooncake Store and redis-server, in a private network (142 MB the first time; ARGS=...)"
 	@echo "make bench-remote  the Mooncake tier against Mooncake's raw client, in pairs (under a minute; ARGS=--json)"
 	@echo "make test-remote-vllm  real vLLM over a real Redis and a real Mooncake Store, which are killed under load"
 	@echo "make bench-vllm first tokens of a real vLLM on CPUs: computed, loaded, and with its own connectors (about 15 minutes)"
@@ -27,6 +27,7 @@ help:
 	@echo "make bench-report  docs/benchmarks.md and its pictures, from the newest results"
 	@echo "make hit-ratios  every policy on whole traces (../shared/traces, or ARGS='--traces DIR'): docs/policy.md"
 	@echo "make planted-faults  take each protection out on purpose: the tests must notice (minutes)"
+	@echo "make planted-faults-vllm  the same with the real vLLM (minutes)"
 	@echo "make lint       ruff: lint and format"
 	@echo "make types      mypy --strict"
 	@echo "make wheel      build the wheel and smoke-test it in a clean venv"
@@ -76,8 +77,9 @@ test-vllm:
 # Mooncake's clients listen on every address, so all of it runs in a network of its own, which has lo alone.
 REMOTE_S ?= 1200
 IN_PRIVATE := timeout -k 10 $(REMOTE_S) $(BIN)/python tests/remote_real/private_network.py
-REMOTE_PATH = folder=$$($(BIN)/python tests/remote_real/mooncake_folder.py --check) && export PYTHONPATH="$(CURDIR):$$folder"
+REMOTE_PATH = exports=$$($(BIN)/python tests/remote_real/mooncake_folder.py --shell) && eval "$$exports"
 test-remote: $(VENV)/test.stamp
+	$(BIN)/python tests/remote_real/debian_packages.py >/dev/null
 	$(REMOTE_PATH) && $(IN_PRIVATE) $(BIN)/python -m pytest -m remote tests/remote_real -n $(WORKERS) $(ARGS)
 
 test-remote-vllm: $(VENV)/test.stamp
@@ -116,6 +118,9 @@ bench-vllm:
 
 planted-faults: $(VENV)/test.stamp
 	$(BIN)/python tests/planted/plant.py
+
+planted-faults-vllm:
+	python=$$($(PYTHON) tests/vllm/vllm_venv.py) && PYTHONPATH="$(CURDIR)" "$$python" tests/planted/plant.py --real-vllm $(ARGS)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -123,7 +123,7 @@ def test_the_back_off_doubles_up_to_a_limit_and_is_shortened_by_chance():
         waits.append(breaker.retry_at - now)
         now = breaker.retry_at
         assert not breaker.may_probe(now - 1e-6) and breaker.may_probe(now)
-        breaker.probing = True
+        breaker.probes()
         assert not breaker.may_probe(now), "one at a time"
         breaker.failed(now, probe=True)
     for i, wait in enumerate(waits):
@@ -138,7 +138,7 @@ def test_only_a_probe_tells_of_an_open_one():
     until = breaker.retry_at
     breaker.failed(10.0)
     assert breaker.retry_at == until
-    breaker.probing = True
+    breaker.probes()
     breaker.undecided()
     assert breaker.probing
     breaker.undecided(probe=True)
@@ -170,5 +170,23 @@ def test_the_switch():
     breaker = KeyTierBreaker(1, enabled=False)
     assert not breaker.allows(0.0) and not breaker.may_probe(0.0)
     breaker = opened()
-    breaker.enabled = False
+    breaker.switch(False)
     assert not breaker.may_probe(1e9)
+
+
+def test_until_when_a_lookup_need_not_look():
+    breaker = KeyTierBreaker(1)
+    assert breaker.quiet_until == -math.inf
+    breaker.switch(False)
+    assert breaker.quiet_until == math.inf
+    breaker.switch(True)
+    for _ in range(3):
+        breaker.failed(0.0)
+    assert breaker.quiet_until == breaker.retry_at
+    breaker.probes()
+    assert breaker.quiet_until == math.inf
+    breaker.failed(1.0, probe=True)
+    assert breaker.quiet_until == breaker.retry_at > 1.0
+    breaker.probes()
+    breaker.answered()
+    assert breaker.quiet_until == -math.inf and breaker.allows(0.0)
