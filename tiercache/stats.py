@@ -177,6 +177,7 @@ def _remote_stats(stack: Stack, removed: int) -> dict[str, Any] | None:
         "writes_waiting": len(writes.runs),
         "write_blocks_waiting": writes.waiting_blocks,
         "write_jobs_allowed": rate.jobs,
+        "write_job_nbytes": int(rate.job_nbytes),
         "write_nbytes_per_s": rate.measured,
         "write_pace_nbytes_per_s": rate.pace if rate.pace < math.inf else None,
         "write_slowdowns": rate.falls,

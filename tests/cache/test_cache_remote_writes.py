@@ -43,7 +43,7 @@ class Clock:
 
 def open_cache(tier, path=None, dram_slots=64, hbm_slots=0, standing=False, **remote):
     tiers = [HBM(hbm_slots * SLOT, "cpu")] if hbm_slots else []
-    tiers += [dram(dram_slots), Remote(tier, **{"quota": 0.5, **remote})]
+    tiers += [dram(dram_slots), Remote(tier, **{"quota": 0.5, "write_deadline_s": 5.0, **remote})]
     if path is not None:
         tiers.append(nvme(path, 64))
     return TieredKVCache(

@@ -19,10 +19,9 @@ from tiercache import catalog_rows, directory
 from tiercache.planner.room import Room
 from tiercache.testing.faults import FaultPlan
 
-MAPPERS = ("tiers.dram", "tiers.fileio", "tiers.device", "mover.copier")
+MAPPERS = ("tiers.dram", "tiers.fileio", "tiers.device", "mover.staging")
 """Modules that map memory: the slab, staging, bounce buffers."""
 ARRAY_MODULES = (
-    "mover.mover",
     "mover.job",
     "mover.copier",
     "mover.committer",

@@ -20,7 +20,7 @@ from tiercache.assembly import Seams
 from tiercache.catalog_rows import DamagedCatalogError, Manifest, is_damage
 from tiercache.catalog_table import SlotTable
 from tiercache.errors import ConfigError
-from tiercache.mover import copier
+from tiercache.mover import staging
 from tiercache.scrub import check_directory
 from tiercache.testing import HangingTier
 from tiercache.types import ROOT, Claims
@@ -156,7 +156,7 @@ def test_a_load_without_memory_is_a_miss_and_no_damage(
     warm: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     with open_cache(warm) as cache:
-        monkeypatch.setattr(copier, "map_rows", once(copier.map_rows, error))
+        monkeypatch.setattr(staging, "map_rows", once(staging.map_rows, error))
         with cache.load(cache.lookup(TOKENS)).result(WAIT_S) as loaded:
             assert loaded.block_count == 0
         assert cache.lookup(TOKENS).blocks == 3, "its sources are as they were"

@@ -9,7 +9,7 @@ from mover_kit import EPOCH, WAIT_S, caller_rows, idents_of, make_job, payload, 
 
 from tiercache.keys import chain_keys
 from tiercache.mover import KeyTierSpec, Mover, keyed
-from tiercache.mover.staging import KeyedStaging
+from tiercache.mover.copier import Copier
 from tiercache.remote import seal
 from tiercache.testing import FaultyKeyTier, HangingKeyTier, MemoryKeyTier, WrappedKeyTier
 from tiercache.tiers.dram import DRAMTier
@@ -220,8 +220,8 @@ def test_a_write_that_is_overdue_before_it_copies_reads_nothing(open_mover, inbo
     memory = MemoryKeyTier(100)
     filled(dram)
     late, reads = threading.Event(), []
-    rows = KeyedStaging.rows
-    monkeypatch.setattr(KeyedStaging, "rows", lambda *args: (late.wait(WAIT_S), rows(*args))[1])
+    copies = Copier._slots_into_staging
+    monkeypatch.setattr(Copier, "_slots_into_staging", lambda *args: (late.wait(WAIT_S), copies(*args))[1])
     read = dram.read
     dram.read = lambda *args: (reads.append(1), read(*args))[1]
     mover = open_mover(memory)

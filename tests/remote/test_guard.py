@@ -12,6 +12,7 @@ from tiercache.remote.guard import (
     LONGEST_BACKOFF_S,
     LONGEST_WAIT_S,
     SLOWEST_NBYTES_PER_S,
+    SMALLEST_JOB_NBYTES,
     WriteRate,
     job_blocks,
 )
@@ -63,6 +64,16 @@ def test_several_jobs_that_tell_of_the_same_trouble_count_once():
     assert rate.falls == 1 and rate.jobs == 4
     rate.badly(10.6, 10.7)
     assert rate.falls == 2 and rate.jobs == 2
+
+
+def test_jobs_begin_small_and_grow_while_they_go_well():
+    rate = WriteRate(2)
+    assert rate.job_nbytes == JOB_NBYTES / 4
+    steady(rate, 20)
+    assert rate.job_nbytes == JOB_NBYTES
+    for i in range(20):
+        rate.badly(100.0 + i, 100.5 + i)
+    assert rate.job_nbytes == SMALLEST_JOB_NBYTES
 
 
 def test_it_never_stands_still():

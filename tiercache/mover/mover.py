@@ -21,6 +21,7 @@ from tiercache.mover.pool import PoolQueue
 from tiercache.mover.staging import KeyedStaging, Staging
 from tiercache.mover.stats import Counters, MoverStats
 from tiercache.mover.threads import is_worker_thread, start_thread
+from tiercache.remote import frame_nbytes
 from tiercache.remote.guard import job_blocks
 from tiercache.tiers.base import SlotTier
 from tiercache.types import (
@@ -227,6 +228,7 @@ class Mover:
     def _work(self, level: int) -> None:
         queue = self._queues[level]
         staging = self._staging(level)
+        staging.prepare()
         while (part := queue.next_part()) is not None:
             running, begin, end = part
             try:
@@ -241,7 +243,8 @@ class Mover:
     def _staging(self, level: int) -> Staging:
         if self._keys is None or level < len(self._tiers):
             return Staging()
-        return KeyedStaging(self._keys.tier, job_blocks(self._tiers[0].block_nbytes))
+        nbytes = self._tiers[0].block_nbytes
+        return KeyedStaging(self._keys.tier, job_blocks(nbytes), frame_nbytes(nbytes))
 
     def _broke(self, running: RunningJob, error: Exception) -> None:
         _log.error("job %d failed unexpectedly", running.job.id, exc_info=error)

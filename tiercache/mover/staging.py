@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+
 from tiercache.remote import KeyTier
+from tiercache.remote.guard import JOB_NBYTES
 from tiercache.tiers.base import Rows
 from tiercache.tiers.dram import map_rows
 
@@ -24,19 +27,32 @@ class Staging:
     def _map(self, n: int, stride: int) -> Rows:
         return map_rows(n, stride)
 
+    def prepare(self) -> None:
+        """The thread begins, and has no job yet."""
+
     def close(self) -> None:
         """The thread ends."""
 
 
 class KeyedStaging(Staging):
-    """The same for a key tier, told to it where it can make use of that. Mapped once, for `most` blocks."""
+    """The same for a key tier, told to it where it can make use of that. Mapped once, for `most` blocks of `stride`
+    bytes, before the first job: to have the pages made can take longer than a write may."""
 
-    def __init__(self, tier: KeyTier, most: int) -> None:
+    def __init__(self, tier: KeyTier, most: int, stride: int) -> None:
         super().__init__()
         self._most = most
+        self._stride = stride
         self._register = getattr(tier, "register", None)
         self._unregister = getattr(tier, "unregister", None)
         self._registered: Rows | None = None
+
+    def prepare(self) -> None:
+        """Map what jobs will need, and touch what the first ones do. Where that cannot be had, the jobs will say so."""
+        try:
+            rows = self.rows(self._most, self._stride)
+        except (OSError, MemoryError):
+            return
+        rows.reshape(-1)[: JOB_NBYTES // 4 : mmap.PAGESIZE] = 0
 
     def _map(self, n: int, stride: int) -> Rows:
         self.close()

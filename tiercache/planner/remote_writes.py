@@ -279,7 +279,9 @@ class RemoteWrites:
         if self._current is None:
             self._current = self._queue.popitem(0)[1]
         run, state = self._current, self.state
-        room = min(state.share_room(run.level), state.limits.job_blocks, job_blocks(state.specs[0].block_nbytes))
+        nbytes = state.specs[0].block_nbytes
+        most = min(state.limits.job_blocks, job_blocks(nbytes), max(1, int(self.rate.job_nbytes // nbytes)))
+        room = min(state.share_room(run.level), most)
         if room <= 0:
             return False
         if run.symbols is None:

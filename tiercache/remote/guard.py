@@ -34,6 +34,9 @@ FULL = 0.95
 SLOWEST_NBYTES_PER_S = float(1 << 20)
 LONGEST_WAIT_S = 1.0
 """Between two jobs, whatever the pace: a queue never stands still."""
+SMALLEST_JOB_NBYTES = float(256 << 10)
+_GROWTH = 1.25
+"""Of the size of jobs, with each that went well."""
 _SLOW = 3.0
 _SLACK_S = 0.005
 """A job is slow that took so many times as long as the best of its size of late, and this much more."""
@@ -50,10 +53,11 @@ def job_blocks(block_nbytes: int) -> int:
 
 
 class WriteRate:
-    """How many write jobs may be under way, and how many bytes a second they may send.
+    """How many write jobs may be under way, how large they may be, and how many bytes a second they may send.
 
-    Both fall by half when jobs take long, time out or fail, when the store refuses blocks or says that it is full; both
-    grow by a little with each job that goes well. Of several jobs that tell of the same trouble only the first counts.
+    All fall by half when jobs take long, time out or fail, when the store refuses blocks or says that it is full; all
+    grow by a little with each job that goes well. A job's deadline is short, so the first ones are small. Of several
+    jobs that tell of the same trouble only the first counts.
     Mutated by every method but `wait_s`.
     """
 
@@ -65,6 +69,8 @@ class WriteRate:
         """Bytes a second of one job, of late; 0: nothing is known."""
         self.pressure: float | None = None
         """What the store said last."""
+        self.job_nbytes = JOB_NBYTES / 4
+        """Bytes of the next job, at most, unless that is less than a block."""
         self.falls = 0
         self._jobs = float(most_jobs)
         self._next_at = -math.inf
@@ -96,6 +102,7 @@ class WriteRate:
             self.badly(sent_at, now)
             return
         self._jobs = min(float(self.most_jobs), self._jobs + 1 / (4 * self._jobs))
+        self.job_nbytes = min(float(JOB_NBYTES), self.job_nbytes * _GROWTH)
         if self.pace < math.inf:
             self.pace += max(SLOWEST_NBYTES_PER_S, self.measured) * _STEP
             if self.pace > 2 * self.most_jobs * self.measured:
@@ -109,6 +116,7 @@ class WriteRate:
         self.falls += 1
         fastest = self._jobs * (self.measured or float(JOB_NBYTES))
         self._jobs = max(1.0, self._jobs / 2)
+        self.job_nbytes = max(SMALLEST_JOB_NBYTES, self.job_nbytes / 2)
         self.pace = max(SLOWEST_NBYTES_PER_S, min(self.pace, fastest) / 2)
 
     def told(self, pressure: float | None, sent_at: float, now: float) -> None:
