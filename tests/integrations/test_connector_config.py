@@ -149,6 +149,13 @@ def test_a_remote_tier_and_the_epoch_that_engines_share(caplog):
     assert "one tag" in caplog.text
 
 
+@pytest.mark.parametrize("role, write", [("kv_both", "prefill"), ("kv_producer", "prefill"), ("kv_consumer", "never")])
+def test_a_consumer_writes_nothing_to_a_remote_tier(role, write):
+    extra = {"tiers": ["dram:8MiB"], "remote": f"{__name__}:some_remote", "epoch": "v1"}
+    assert read_settings(vllm_config(extra, role)).settings.remote.write == write
+    assert read_settings(vllm_config({**extra, "switch": "stores-off"}, role)).settings.remote.write == "never"
+
+
 def test_the_kill_switch_of_remote_tiers(monkeypatch, caplog):
     monkeypatch.setenv("TIERCACHE_REMOTE", "off")
     read = read_settings(remote(epoch="v1"))

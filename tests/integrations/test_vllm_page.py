@@ -22,6 +22,8 @@ VALUES = {
     "tiers": TIERS,
     "namespace": "llama-3/2026-01",
     "engines": 2,
+    "epoch": "2026-01",
+    "find_patience_s": 0.5,
     "lora": "immutable",
     "policy": "lru",
     "exclusive": False,
@@ -74,12 +76,16 @@ def test_the_page_has_every_option():
 
 def test_every_option_is_taken(tmp_path):
     table = {"kind": "nvme", "path": "/mnt/kv", "size": "8MiB", **OF_NVME}
-    plain = {name: value for name, value in VALUES.items() if name != "policy"}
+    of_remote = ("epoch", "find_patience_s")
+    plain = {name: value for name, value in VALUES.items() if name not in ("policy", *of_remote)}
     taken = read_settings(vllm_config(plain | {"tiers": [TIERS[0], table], "policy": "reuse"}))
     assert (taken.named, taken.loads, taken.stores) == (VALUES["namespace"], False, True)
     assert taken.settings.tiers[0].size_nbytes == 2**20 // 4, "two engines of two ranks"
     assert taken.settings.exclusive is False and taken.settings.tiers[1].threads == 4
     assert taken.of_rank(1).tiers[1].directory == Path("/mnt/kv/dp0/rank1")
+    shared = {"tiers": [TIERS[0], "redis://10.0.0.5", TIERS[1]], **{name: VALUES[name] for name in of_remote}}
+    taken = read_settings(vllm_config(shared))
+    assert (taken.tag, taken.patience_s, taken.settings.remote.tier) == (b"2026-01", 0.5, "redis://10.0.0.5")
     (tmp_path / "kv.json").write_text(json.dumps({"tiers": TIERS}))
     assert read_settings(vllm_config({"config": str(tmp_path / "kv.json")})).settings.tiers[1].size_nbytes == 2**22
 

@@ -89,11 +89,16 @@ def read_settings(vllm_config: Any) -> ConnectorSettings:
     _warn_of_policy(transfer)
     role = str(transfer.kv_role)
     patience_s = _patience(extra, settings.remote)
+    stores = role in ("kv_both", "kv_producer") and settings.stores_enabled
+    remote = settings.remote
+    if remote is not None and not stores:  # nor what comes up from the disk and leaves memory again
+        remote = replace(remote, write="never")
     return ConnectorSettings(
         settings=replace(
             settings,
             tiers=_shares(settings, engines * ranks),
             epoch=None,  # the ranks' files tell theirs, the scheduler's half decides
+            remote=remote,
             block_tokens=_block_tokens(vllm_config),
             # an engine ends without a drain: what has left the disk for DRAM would end with it
             exclusive=bool(settings.exclusive),
@@ -101,7 +106,7 @@ def read_settings(vllm_config: Any) -> ConnectorSettings:
         ranks=ranks,
         engine=engine,
         loads=role in ("kv_both", "kv_consumer") and settings.loads_enabled,
-        stores=role in ("kv_both", "kv_producer") and settings.stores_enabled,
+        stores=stores,
         overlaps=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
         named=_text(extra, "namespace"),
         seams=_made(extra, "seams", Seams) or Seams(),
