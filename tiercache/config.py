@@ -5,7 +5,6 @@ Every ConfigError names the field, its value, and what would be right.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -20,6 +19,8 @@ from tiercache.config_remote import Remote, take_remote
 from tiercache.errors import ConfigError, LayoutError
 from tiercache.hints import check_ttl
 from tiercache.layout import KVLayout, Namespace
+from tiercache.remote.urls import SCHEMES, is_url, shown
+from tiercache.values import format_size, nearest, parse_size
 
 __all__ = [
     "DRAM",
@@ -54,53 +55,6 @@ PrefillSpeed: TypeAlias = float | Literal["learnt"] | None
 SPEED_REMEDY = 'tokens per second above 0, "learnt", or nothing (all that is found is offered) is needed'
 _DURABILITIES = ("power", "process")
 _SWITCHES = ("on", "off", "loads-off", "stores-off")
-_UNITS = {"B": 1} | {
-    unit: base**power
-    for power, letter in enumerate("KMGTP", start=1)
-    for unit, base in ((f"{letter}B", 1000), (f"{letter}IB", 1024))
-}
-_REMOTE_SCHEMES = ("mooncake", "redis", "rdma")
-
-
-def parse_size(value: int | str, field_name: str = "size") -> int:
-    """Bytes of `8GiB` (2**30), `200GB` (10**9), `4096B`, `1.5MiB`, or of a plain number. At least 0, below 2**63.
-
-    ConfigError where it is none of these; `8G` is refused, for it may mean either unit.
-    """
-    remedy = 'write a number with a unit, such as "8GiB" (2^30) or "8GB" (10^9)'
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ConfigError(field_name, value, remedy)
-    if isinstance(value, int):
-        return _checked_size(value, value, field_name)
-    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", value, re.ASCII)
-    if match is None:
-        raise ConfigError(field_name, value, remedy)
-    number, unit = match[1], match[2].upper() or "B"
-    if len(unit) == 1 and unit in "KMGTP":
-        binary, decimal = f"{number}{unit}iB", f"{number}{unit}B"
-        raise ConfigError(field_name, value, f'ambiguous: write "{binary}" (powers of 1024) or "{decimal}" (of 1000)')
-    if unit not in _UNITS:
-        raise ConfigError(field_name, value, remedy)
-    whole, _, decimals = number.partition(".")
-    scaled, rest = divmod(int(whole + decimals) * _UNITS[unit], 10 ** len(decimals))
-    if rest and unit == "B":
-        raise ConfigError(field_name, value, "bytes come whole")
-    return _checked_size(scaled, value, field_name)
-
-
-def _checked_size(nbytes: int, value: int | str, field_name: str) -> int:
-    if not 0 <= nbytes < 1 << 63:
-        raise ConfigError(field_name, value, "a size of at least 0 and below 2^63 bytes is needed")
-    return nbytes
-
-
-def format_size(nbytes: int) -> str:
-    """`nbytes` in the largest binary unit that it reaches, at most two decimals, rounded down: 8GiB, 1.5MiB, 999B."""
-    for power, unit in ((50, "PiB"), (40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if nbytes >= 1 << power:
-            hundredths = nbytes * 100 >> power
-            return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".") + unit
-    return f"{nbytes}B"
 
 
 @dataclass(frozen=True)
@@ -217,13 +171,7 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in choices:
-        raise ConfigError(name, value, f"one of {', '.join(choices)} is needed{_nearest(value, choices)}")
-
-
-def _nearest(value: object, choices: Iterable[str]) -> str:
-    """`; did you mean ...?`, or nothing."""
-    near = difflib.get_close_matches(str(value), list(choices), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(name, value, f"one of {', '.join(choices)} is needed{nearest(value, choices)}")
 
 
 def _build(make: Any, values: Mapping[str, Any], where: str) -> Any:
@@ -232,7 +180,7 @@ def _build(make: Any, values: Mapping[str, Any], where: str) -> Any:
     prefix = f"{where}." if where else ""
     for key in values:
         if key not in known:
-            raise ConfigError(f"{prefix}{key}", values[key], f"no such setting{_nearest(key, known)}")
+            raise ConfigError(f"{prefix}{key}", values[key], f"no such setting{nearest(key, known)}")
     for name, item in known.items():
         if name not in values and item.default is MISSING and item.default_factory is MISSING:
             raise ConfigError(f"{prefix}{name}", None, "this setting is required")
@@ -242,24 +190,30 @@ def _build(make: Any, values: Mapping[str, Any], where: str) -> Any:
 def parse_tier(tier: Tier | Remote | str | Mapping[str, Any], where: str = "tier") -> Tier | Remote:
     """A tier from itself, from a string, or from a mapping (`kind` and the fields of the class).
 
-    Strings: `dram:8GiB`, `nvme:/mnt/kv:200GiB` (the path may hold colons), `hbm:2GiB`, `hbm:cpu:2GiB`. ConfigError
-    otherwise; remote tiers are objects (Remote) and have no strings in this version.
+    Strings: `dram:8GiB`, `nvme:/mnt/kv:200GiB` (the path may hold colons), `hbm:2GiB`, `hbm:cpu:2GiB`, and URLs of key
+    tiers such as `redis://10.0.0.5` (a Remote; as a mapping `{"remote": "redis://10.0.0.5", "quota": 0.2}`).
+    ConfigError otherwise.
     """
     if isinstance(tier, (HBM, DRAM, NVMe, Remote)):
         return tier
     if isinstance(tier, Mapping):
+        if "remote" in tier:
+            values = {("tier" if key == "remote" else key): tier[key] for key in tier}
+            return cast(Remote, _build(Remote, values, where))
         kind = tier.get("kind")
         if not isinstance(kind, str) or kind not in _TIERS:
-            raise ConfigError(f"{where}.kind", kind, f"one of {', '.join(_TIERS)} is needed{_nearest(kind, _TIERS)}")
+            raise ConfigError(f"{where}.kind", kind, f"one of {', '.join(_TIERS)} is needed{nearest(kind, _TIERS)}")
         return cast(Tier, _build(_TIERS[kind], {key: tier[key] for key in tier if key != "kind"}, where))
     if not isinstance(tier, str):
         raise ConfigError(where, tier, "a tier object, a string such as dram:8GiB, or a table is needed")
+    if is_url(tier):
+        return Remote(tier)
     kind, _, rest = tier.partition(":")
     kind = kind.strip().lower()
-    if kind in _REMOTE_SCHEMES or rest.startswith("//"):
-        raise ConfigError(where, tier, "remote tiers are not available in this version: use hbm, dram and nvme")
+    if kind in SCHEMES:
+        raise ConfigError(where, shown(tier), f"a URL is needed, such as {kind}://10.0.0.5")
     if kind not in _TIERS:
-        raise ConfigError(where, tier, f"one of {', '.join(_TIERS)} is needed before the colon{_nearest(kind, _TIERS)}")
+        raise ConfigError(where, tier, f"one of {', '.join(_TIERS)} is needed before the colon{nearest(kind, _TIERS)}")
     middle, colon, size = rest.rpartition(":")
     if not size:
         raise ConfigError(where, tier, f"a size is needed at the end, such as {tier.rstrip(':')}:8GiB")
@@ -324,7 +278,7 @@ class Settings:
             raise ConfigError("layout", layout, "a KVLayout, or a table of block_shape and dtype, is needed")
         object.__setattr__(self, "namespace", _checked_namespace(self.namespace))
         if self.remote is not None and not isinstance(self.remote, Remote):
-            raise ConfigError("remote", self.remote, "a Remote, or nothing, is needed")
+            raise ConfigError("remote", shown(self.remote), "a Remote, or nothing, is needed; a URL goes among tiers")
         if self.remote is not None and self.namespace is None:
             raise ConfigError("namespace", None, "a remote tier is shared: name model and weights")
         object.__setattr__(self, "epoch", _checked_epoch(self.epoch))
@@ -363,7 +317,7 @@ def is_speed(value: object) -> bool:
 def _checked_tiers(tiers: Any) -> tuple[tuple[Tier, ...], Remote | None]:
     example = 'a list of tiers is needed, fastest first, such as ["dram:8GiB", "nvme:/mnt/kv:200GiB"]'
     if isinstance(tiers, (str, bytes)) or not isinstance(tiers, Sequence) or not tiers:
-        raise ConfigError("tiers", tiers, example)
+        raise ConfigError("tiers", shown(tiers), example)
     order = tuple(_TIERS.values())
     parsed, remote = take_remote([parse_tier(tier, f"tiers[{i}]") for i, tier in enumerate(tiers)], order)
     places = [order.index(type(tier)) for tier in parsed]

@@ -1,4 +1,4 @@
-"""Remote: the key tier of a cache, as a tier object in `tiers`. It has no slots of its own.
+"""Remote: the key tier of a cache, as a tier object in `tiers`, or as its URL. It has no slots of its own.
 
 ConfigError names the field, its value, and what would be right.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from tiercache.errors import ConfigError
+from tiercache.remote.urls import check_url, shown
 
 __all__ = ["REMOTE_NAME", "Remote", "take_remote"]
 
@@ -43,9 +44,11 @@ class Remote:
 
     def __post_init__(self) -> None:
         """Check."""
+        if isinstance(self.tier, str):
+            check_url(self.tier, "Remote.tier")
         lacking = [verb for verb in _VERBS if not callable(getattr(self.tier, verb, None))]
-        if lacking:
-            raise ConfigError("Remote.tier", self.tier, f"a key tier with {', '.join(lacking)} is needed")
+        if lacking and not isinstance(self.tier, str):
+            raise ConfigError("Remote.tier", self.tier, f"a key tier with {', '.join(lacking)}, or a URL, is needed")
         if not _is_number(self.quota) or not 0 < self.quota <= 1:
             raise ConfigError("Remote.quota", self.quota, "a share above 0 and of at most 1 is needed, such as 0.2")
         for name in ("find_deadline_s", "read_deadline_s", "hint_s", "missing_s"):
@@ -54,6 +57,10 @@ class Remote:
                 raise ConfigError(f"Remote.{name}", value, "a number of seconds above 0 is needed")
         _check_int("Remote.hint_blocks", self.hint_blocks, 1, 1 << 30)
         _check_int("Remote.threads", self.threads, 2, 256)
+
+    def __repr__(self) -> str:
+        values = ((item.name, shown(getattr(self, item.name))) for item in fields(self))
+        return f"Remote({', '.join(f'{name}={value!r}' for name, value in values)})"
 
 
 def _is_number(value: object) -> bool:

@@ -142,20 +142,21 @@ class Demo:
         config = connector("dram:128MiB", f"nvme:{self._work / 'kv'}:1GiB")
         if self._servers == 1:
             self._tell(f"vllm serve MODEL --shutdown-timeout 20 --kv-transfer-config '{json.dumps(config)}'")
-        server = Server(
-            self._model,
-            self._work / f"server-{self._servers}.log",
-            config,
-            *("--max-model-len", "2048", "--enable-prefix-caching", "--shutdown-timeout", "20"),
-            environment={"VLLM_RPC_BASE_PATH": str(self._work)},
-        )
-        with self._waiting(f"starting server {self._servers}"):
-            server.__enter__()
-        try:
-            ask(server, chat_of(f"warm up {self._servers}, "))  # the first prompt of a process is slow whatever it is
-            yield server
-        finally:
-            server.__exit__()
+        with tempfile.TemporaryDirectory(prefix="tc-") as sockets:  # not in `work`: a socket's path has 107 characters
+            server = Server(
+                self._model,
+                self._work / f"server-{self._servers}.log",
+                config,
+                *("--max-model-len", "2048", "--enable-prefix-caching", "--shutdown-timeout", "20"),
+                environment={"VLLM_RPC_BASE_PATH": sockets},
+            )
+            with self._waiting(f"starting server {self._servers}"):
+                server.__enter__()
+            try:
+                ask(server, chat_of(f"warm up {self._servers}, "))  # the first prompt of a process is slow anyhow
+                yield server
+            finally:
+                server.__exit__()
 
     def _chat(self, server: Server, name: str) -> None:
         answer = ask(server, chat_of(name))

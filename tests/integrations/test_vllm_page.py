@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,10 @@ from tiercache.errors import ConfigError
 from tiercache.integrations.vllm_config import read_settings
 from tiercache.integrations.vllm_counts import METRICS
 
-PAGE = (Path(__file__).resolve().parent.parent.parent / "docs" / "vllm.md").read_text(encoding="utf-8")
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parent.parent / "docs"
+PAGE = (DOCS / "vllm.md").read_text(encoding="utf-8")
+RULES = (DOCS / "alerts.yml").read_text(encoding="utf-8")
 TIERS = ["dram:1MiB", "nvme:/mnt/kv:8MiB"]
 VALUES = {
     "tiers": TIERS,
@@ -93,14 +98,37 @@ def test_what_would_be_ignored_is_refused(name, tmp_path):
 
 
 def test_alerts_and_advice_name_metrics_that_exist():
-    known = {each.name for each in METRICS}
-    named = {re.sub("_total$", "", each) for each in re.findall(r"vllm:tiercache_(\w+)", PAGE)}
-    assert len(named) > 10
-    assert named <= known
-    rules = PAGE.partition("```yaml")[2].partition("```")[0]
-    for each in METRICS:
-        for counted in re.findall(rf"vllm:tiercache_{each.name}(_total)?\b", rules):
-            assert (counted == "_total") is (each.kind == "counter"), each.name
+    kinds = {each.name: each for each in METRICS}
+    for text, at_least in ((PAGE, 2), (RULES, 12)):
+        named = set(re.findall(r"vllm:tiercache_(\w+)", text))
+        assert len(named) >= at_least
+        for each in named:
+            metric = kinds[each.removesuffix("_total")]
+            assert each.endswith("_total") is (metric.kind == "counter"), each
+
+
+def test_alerts_use_labels_that_exist():
+    own = {each.name: each.label for each in METRICS}
+    selectors = re.findall(r"vllm:tiercache_(\w+?)(?:_total)?\{(\w+)=", RULES)
+    assert selectors and all(own[name] == label for name, label in selectors)
+    by = set(re.findall(r"\w+", re.findall(r"by \(([^)]*)\)", RULES)[0]))
+    assert by <= {"job", "instance", "engine", "tier"}
+
+
+def test_the_page_and_the_tests_of_the_alerts_have_every_alert():
+    alerts = re.findall(r"- alert: (\w+)", RULES)
+    tried = (HERE / "alerts_test.yml").read_text(encoding="utf-8")
+    assert len(alerts) >= 10 and len(set(alerts)) == len(alerts)
+    for each in alerts:
+        assert f"`{each}`" in PAGE and f"alertname: {each}" in tried
+    assert set(re.findall(r"`(TierCache\w+)`", PAGE)) - {"TierCacheConnector"} == set(alerts)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+def test_alerts_on_series_that_were_made_up():
+    run = ["promtool", "test", "rules", str(HERE / "alerts_test.yml")]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_roles():
