@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from itertools import count
 from types import TracebackType
 
-__all__ = ["Island"]
+__all__ = ["WIRE", "Island"]
 
+WIRE = "tcw"
+"""What the names of wires begin with."""
 _LIFE_S = 900
 _numbers = count(1)
 
@@ -32,7 +34,7 @@ class Island:
 
     def __init__(self) -> None:
         number = next(_numbers) + os.getpid() % 200 * 16
-        self._wire = f"tc{number}"
+        self._wire = f"{WIRE}{number}"
         net = f"10.{64 + number // 256 % 64}.{number % 256}"
         self.here, self.there = f"{net}.1", f"{net}.2"
         self._holder = subprocess.Popen(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 import pytest
+from rig_island import WIRE, Island
 
 __all__ = ["Master", "Owner", "Rig", "free_port", "mooncake_rig", "private_network"]
 
@@ -35,12 +37,19 @@ if os.getppid() != int(sys.argv[1]):
     raise SystemExit("the parent is gone")
 os.execv(sys.argv[2], sys.argv[2:])
 """
+_SSD = {
+    "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
+    "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "8",
+    "MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES": str(4 << 20),
+}
+"""Small files, soon."""
 _OWNER = """
 import signal, sys
 signal.alarm(int(sys.argv[3]))
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
-code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1])
+master, nbytes, _, host, ssd = sys.argv[1:]
+code = store.setup(host, "P2PHANDSHAKE", int(nbytes), 32 << 20, "tcp", "", master, None, bool(ssd), ssd)
 print("code", code, store.get_hostname(), flush=True)
 sys.stdin.read()
 store.close()
@@ -48,8 +57,8 @@ store.close()
 
 
 def private_network() -> bool:
-    """Whether this process sees the loopback interface only."""
-    return {name for _, name in socket.if_nameindex()} == {"lo"}
+    """Whether this process sees no interface but loopback, and the wires to its own islands."""
+    return all(name == "lo" or name.startswith(WIRE) for _, name in socket.if_nameindex())
 
 
 def free_port() -> int:
@@ -62,14 +71,19 @@ def free_port() -> int:
 class _Process:
     """A child that dies with us, its output in a file."""
 
-    def __init__(self, command: list[str], log: Path, **options: object) -> None:
+    def __init__(
+        self, command: list[str], log: Path, *, talks: bool = False, on: Island | None = None, **environment: str
+    ) -> None:
+        """talks: through pipes. on: where it runs (None: here)."""
         self.log = log
+        command = command if on is None else on.on(command)
         with log.open("ab") as file:
             self.popen = subprocess.Popen(
-                [sys.executable, "-c", _BORN_MORTAL, str(os.getpid()), *command],
-                stdout=subprocess.PIPE if options.get("stdout") else file,
-                stdin=subprocess.PIPE if options.get("stdin") else subprocess.DEVNULL,
+                [sys.executable, "-c", _BORN_MORTAL, str(os.getpid()), shutil.which(command[0]) or "", *command[1:]],
+                stdout=subprocess.PIPE if talks else file,
+                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
                 stderr=file,
+                env={**os.environ, **environment},
             )
 
     @property
@@ -110,9 +124,20 @@ class _Process:
 class Master(_Process):
     """A `mooncake_master` at `address`; its metrics at `metrics_port`."""
 
-    def __init__(self, folder: Path, *flags: str, port: int | None = None, metrics_port: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        port: int | None = None,
+        metrics_port: int | None = None,
+        on: Island | None = None,
+        waits: bool = True,
+    ) -> None:
+        """on: where it runs, and listens. waits: until it listens; one that stands by does not."""
         import mooncake
 
+        self.on = on
+        self.host = HOST if on is None else on.there
         self.folder = folder
         self.flags = flags
         self.port = port or free_port()
@@ -120,27 +145,28 @@ class Master(_Process):
         binary = str(Path(mooncake.__file__).parent / "mooncake_master")
         command = [
             binary,
-            f"--rpc_address={HOST}",
+            f"--rpc_address={self.host}",
             f"--rpc_port={self.port}",
-            f"--metrics_host={HOST}",
+            f"--metrics_host={self.host}",
             f"--metrics_port={self.metrics_port}",
             "--logtostderr",
             *flags,
         ]
-        super().__init__(command, folder / f"master-{self.port}.log")
-        self._wait_up()
+        super().__init__(command, folder / f"master-{self.port}.log", on=on)
+        if waits:
+            self._wait_up()
 
     @property
     def address(self) -> str:
-        return f"{HOST}:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def again(self) -> Master:
         """A new master, with nothing in it, at the same address."""
-        return Master(self.folder, *self.flags, port=self.port, metrics_port=self.metrics_port)
+        return Master(self.folder, *self.flags, port=self.port, metrics_port=self.metrics_port, on=self.on)
 
     def metrics(self, path: str = "/metrics") -> str:
         """What it says of itself."""
-        with urllib.request.urlopen(f"http://{HOST}:{self.metrics_port}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{self.host}:{self.metrics_port}{path}", timeout=5) as answer:
             return str(answer.read().decode())
 
     def _wait_up(self) -> None:
@@ -148,7 +174,7 @@ class Master(_Process):
         while time.monotonic() < end:
             if not self.alive:
                 raise RuntimeError(f"the master ended at once, {self.popen.returncode}: {self.log.read_text()[-500:]}")
-            with contextlib.suppress(OSError), socket.create_connection((HOST, self.port), 0.2):
+            with contextlib.suppress(OSError), socket.create_connection((self.host, self.port), 0.2):
                 return
             time.sleep(0.05)
         self.kill()
@@ -156,12 +182,16 @@ class Master(_Process):
 
 
 class Owner(_Process):
-    """A process that gives `nbytes` of memory to the store and holds what others put there."""
+    """A process that gives `nbytes` of memory to the store and holds what others put there; with `ssd`, a folder, also
+    there (the master has to be told `--enable_offload=true`)."""
 
-    def __init__(self, folder: Path, master: Master, nbytes: int) -> None:
-        log = folder / f"owner-{master.port}-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-c", _OWNER, master.address, str(nbytes), str(LIFE_S)]
-        super().__init__(command, log, stdin=True, stdout=True)
+    def __init__(
+        self, folder: Path, address: str, nbytes: int, *, on: Island | None = None, ssd: Path | None = None
+    ) -> None:
+        log = folder / f"owner-{time.monotonic_ns()}.log"
+        host = HOST if on is None else on.there
+        command = [sys.executable, "-c", _OWNER, address, str(nbytes), str(LIFE_S), host, str(ssd or "")]
+        super().__init__(command, log, talks=True, on=on, **(_SSD if ssd is not None else {}))
         assert self.popen.stdout is not None
         words: list[str] = []
         while not words or words[0] != "code":  # the library itself may print
@@ -182,18 +212,22 @@ class Rig:
         self.folder = folder
         self._started: list[_Process] = []
 
-    def master(self, *flags: str) -> Master:
+    def master(self, *flags: str, on: Island | None = None, waits: bool = True) -> Master:
         """A new master. A port that another took meanwhile costs a second try."""
         for turn in range(3):
             try:
-                return self.adopt(Master(self.folder, *flags))
+                return self.adopt(Master(self.folder, *flags, on=on, waits=waits))
             except RuntimeError:
                 if turn == 2:
                     raise
         raise AssertionError
 
-    def owner(self, master: Master, nbytes: int = 256 * MIB) -> Owner:
-        owner = Owner(self.folder, master, nbytes)
+    def owner(
+        self, master: Master | str, nbytes: int = 256 * MIB, *, on: Island | None = None, ssd: Path | None = None
+    ) -> Owner:
+        """A new owner. master: or where masters are to be asked for."""
+        address = master if isinstance(master, str) else master.address
+        owner = Owner(self.folder, address, nbytes, on=on, ssd=ssd)
         self._started.append(owner)
         return owner
 
