@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from tiercache import DRAM, KVLayout, Remote, TieredKVCache
-from tiercache.testing import put_blocks
+from tiercache.remote import frame_nbytes
+from tiercache.testing import MemoryKeyTier, put_blocks
 
 BLOCK_TOKENS = 16
 LAYOUT = KVLayout((8, 64, 64), "float32")  # 128 KiB
@@ -31,6 +32,7 @@ LOOKUP_S = 0.3
 PATIENCE_S = 0.05
 """What a call may take longer than its deadlines allow, at the 99th percentile."""
 CALLERS = 2
+PHASES = ("before", "fault", "after", "between")
 _STUCK_S = 30.0
 """A call that takes this long ends the test."""
 
@@ -66,6 +68,25 @@ def put_prompts(tier: Any, numbers: range, *, namespace: str, epoch: str) -> lis
     return keys
 
 
+def put_strangers(tier: Any, *, namespace: str, epoch: str) -> None:
+    """What others leave in a store that is shared: prompts of other weights and of another model; and under the names of
+    prompts 1 to 6, first blocks of another layout, then frames of another version."""
+    numbers = range(1, PROMPTS + 1)
+    put_prompts(tier, numbers, namespace=namespace, epoch=epoch + "'")
+    put_prompts(tier, numbers, namespace=namespace + "'", epoch=epoch)
+    names = {"namespace": namespace, "epoch": epoch, "block_tokens": BLOCK_TOKENS}
+    for number in range(1, 4):
+        put_blocks(tier, tokens_of(number), payload_of(number)[:, ::2].copy(), **names)
+    width = frame_nbytes(LAYOUT.block_nbytes)
+    for number in range(4, 7):
+        frames = MemoryKeyTier(BLOCKS)
+        keys = put_blocks(frames, tokens_of(number), payload_of(number), **names)
+        rows = np.empty((BLOCKS, width), dtype=np.uint8)
+        assert frames.get(keys, rows, 1.0).all()
+        rows[:, LAYOUT.block_nbytes] ^= 0x7F  # the first byte of what says which version wrote it
+        assert tier.put(keys, rows, 5.0).all()
+
+
 @dataclass
 class Seen:
     """What the callers saw during one phase."""
@@ -94,6 +115,9 @@ class Ordeal:
     """One cache, CALLERS threads that use it, one that watches. `phase(name)` says what is going on."""
 
     def __init__(self, remote: Remote, *, namespace: str = "ordeal", epoch: str = "weights", **options: Any) -> None:
+        from dataclasses import replace
+        from tiercache.remote.urls import open_key_tier
+        remote = replace(remote, tier=open_key_tier(remote.tier))  # XXX
         dram_blocks = CALLERS * BLOCKS * 8
         self.remote = remote
         self.cache = TieredKVCache(
@@ -104,7 +128,7 @@ class Ordeal:
             block_tokens=BLOCK_TOKENS,
             **options,
         )
-        self.seen: dict[str, Seen] = defaultdict(Seen)
+        self.seen = {name: Seen() for name in PHASES}
         self.story: list[tuple[float, str]] = []
         """Seconds since the start, and the breaker's state from then on."""
         self._phase = "before"
