@@ -247,7 +247,7 @@ def _hooks() -> list[Row]:
         one("meta", "build_connector_meta in such a step"),
         one("scheduler", "the scheduler's other hooks: update_connector_output, stats, events, has_pending_push_work"),
         one("rank", "a rank's hooks: handle_preemptions, get_finished, stats, build_connector_worker_meta"),
-        one("older", "all hooks, where the engine does not count its tokens in flight (0.28)"),
+        one("older", "all hooks, where the engine does not count its tokens in flight (0.28)", 20.0),
         one("first/1", f"{asked}, asked first, path of 1 node", 1000.0),
         one("first/64", f"{asked}, asked first, path of 64 nodes", 1000.0),
         one("again", f"{asked}, asked again while the planner is as it was", 20.0),

@@ -186,9 +186,26 @@ def test_wrong_tiers(tier: Any, match: str) -> None:
         parse_tier(tier)
 
 
-@pytest.mark.parametrize("tier", ["mooncake://host:50051", "redis://h", "rdma://10.0.0.1:7", "redis:x", "s3://bucket"])
-def test_remote_tiers_are_not_there_yet(tier: str) -> None:
-    with pytest.raises(ConfigError, match="remote tiers are not available in this version"):
+@pytest.mark.parametrize("tier", ["redis://h", " redis://h:7000/2?ttl_s=60", "rediss://h", "unix:///run/x.sock"])
+def test_urls_are_remote_tiers(tier: str) -> None:
+    assert parse_tier(tier) == parse_tier({"remote": tier}) == Remote(tier)
+    assert parse_tier({"remote": tier, "quota": 0.5, "threads": 3}) == Remote(tier, 0.5, threads=3)
+
+
+@pytest.mark.parametrize(
+    ("tier", "match"),
+    [
+        ("rdma://10.0.0.1:7", "Remote.tier = 'rdma://10.0.0.1:7': one of mooncake://, redis://"),
+        ("s3://user:secret@bucket", r"Remote.tier = 's3://user:\*\*\*@bucket': one of"),
+        ("redi://h", r"did you mean redis\?"),
+        ("redis:x", "a URL is needed, such as redis://10.0.0.5"),
+        ({"remote": "redis://h", "qota": 1}, r"tier.qota = 1: no such setting; did you mean quota\?"),
+        ({"remote": 5}, "a key tier with find, get, put, remove, close, or a URL"),
+        ("redis://h?tll_s=4", r"option tll_s = '4': no such option; .*did you mean ttl_s\?"),
+    ],
+)
+def test_wrong_remote_tiers(tier: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
         parse_tier(tier)
 
 
@@ -271,7 +288,8 @@ def test_short_forms_become_objects() -> None:
         (["nvme:/x:1GiB", "dram:8GiB"], "tiers[1]", "fast to slow"),
         (["dram:8GiB", "dram:9GiB"], "tiers[1]", "once"),
         (["hbm:1GiB", "dram:8GiB", "nvme:x:1GiB", "nvme:y:1GiB"], "tiers[3]", "once"),
-        (["dram:8GiB", "redis://host"], "tiers[1]", "remote tiers are not available"),
+        (["dram:8GiB", "redis:host"], "tiers[1]", "a URL is needed"),
+        ("redis://:secret@host", "tiers", r"\*\*\*@host': a list of tiers"),
         (["dram:8GiB", "nvme:/x:1G"], "tiers[1]", "ambiguous"),
     ],
 )
@@ -537,7 +555,7 @@ def test_a_remote_tier_beside_the_others() -> None:
     ("values", "field"),
     [
         ({"tier": object()}, "Remote.tier"),
-        ({"tier": "redis://h"}, "Remote.tier"),
+        ({"tier": "redi://h"}, "Remote.tier"),
         ({"quota": 0}, "Remote.quota"),
         ({"quota": 1.1}, "Remote.quota"),
         ({"quota": True}, "Remote.quota"),
@@ -547,6 +565,11 @@ def test_a_remote_tier_beside_the_others() -> None:
         ({"missing_s": "2"}, "Remote.missing_s"),
         ({"hint_blocks": 0}, "Remote.hint_blocks"),
         ({"threads": 1}, "Remote.threads"),
+        ({"write": "always"}, "Remote.write"),
+        ({"write_deadline_s": 0}, "Remote.write_deadline_s"),
+        ({"min_prefix_tokens": -1}, "Remote.min_prefix_tokens"),
+        ({"min_prefix_tokens": 1.5}, "Remote.min_prefix_tokens"),
+        ({"max_block_position": 0}, "Remote.max_block_position"),
     ],
 )
 def test_wrong_values_of_a_remote_tier(values: dict[str, Any], field: str) -> None:

@@ -19,6 +19,8 @@ from tiercache.loaded import Memory
 from tiercache.mover import KeyTierSpec, Mover
 from tiercache.planner import Limits, Planner, RemoteLimits
 from tiercache.policy import make_policy
+from tiercache.remote.base import KeyTier
+from tiercache.remote.urls import open_key_tier
 from tiercache.tiers.base import SlotTier
 from tiercache.tiers.device import open_device
 from tiercache.tiers.dram import DRAMTier
@@ -34,6 +36,7 @@ __all__ = [
     "Stack",
     "build_stack",
     "check_devices",
+    "key_tier_spec",
     "known_layout",
     "make_mover",
     "make_planner",
@@ -75,6 +78,9 @@ class Stack:
     memory: Memory
     cold_reason: str
     """Why the start was cold, "" where it was not or nothing persists."""
+    keys: KeyTier | None = None
+    own_keys: KeyTier | None = None
+    """`keys` where it was opened from a URL, and is to be closed."""
 
 
 def nvme_of(settings: Settings) -> NVMe | None:
@@ -129,11 +135,15 @@ class OpenTiers:
     tiers: list[SlotTier]
     specs: list[LevelSpec]
     catalog: Catalog | None
+    own_keys: KeyTier | None = None
+    """The key tier, where settings have its URL."""
 
     def close(self) -> None:
         """Undo opening them, where what comes next fails."""
         for each in self.tiers:
             each.close()
+        if self.own_keys is not None:
+            self.own_keys.close()
         if self.catalog is not None:
             self.catalog.close(clean=False)
 
@@ -153,13 +163,17 @@ def build_stack(
         planner = make_planner(settings, opened.specs, width, epoch, digest)
         if opened.catalog is not None:
             planner.restore(opened.catalog.recovered)
-        mover = make_mover(settings, opened, epoch, deliver, _key_tier(settings, width))
+        keys = key_tier_spec(settings, opened, width)
+        mover = make_mover(settings, opened, epoch, deliver, keys)
     except BaseException:
         opened.close()
         raise
     reason = opened.catalog.recovered.reason if opened.catalog is not None else ""
     memory = Memory(layout, opened.tiers[0])
-    return Stack(layout, opened.tiers, opened.specs, planner, mover, opened.catalog, memory, reason)
+    key_tier = keys.tier if keys is not None else None
+    return Stack(
+        layout, opened.tiers, opened.specs, planner, mover, opened.catalog, memory, reason, key_tier, opened.own_keys
+    )
 
 
 def open_tiers(
@@ -200,6 +214,8 @@ def open_tiers(
             each = _open_tier(tier, capacity, layout, directory, opened.catalog, seams.file_ops)
             opened.tiers.append(each if seams.wrap_tier is None else seams.wrap_tier(each))
         opened.specs = _specs(settings, opened.tiers, layout)
+        if settings.remote is not None and isinstance(settings.remote.tier, str):
+            opened.own_keys = open_key_tier(settings.remote.tier)
     except BaseException:
         opened.close()
         raise
@@ -241,9 +257,13 @@ def _specs(settings: Settings, opened: Sequence[SlotTier], layout: KVLayout) -> 
     ]
 
 
-def _key_tier(settings: Settings, width: int) -> KeyTierSpec | None:
+def key_tier_spec(settings: Settings, opened: OpenTiers, symbol_width: int) -> KeyTierSpec | None:
+    """The key tier of these settings, the caller's or the one that `open_tiers` opened, as a mover takes it."""
     remote = settings.remote
-    return None if remote is None else KeyTierSpec(remote.tier, namespace_digest(settings), width, remote.threads)
+    if remote is None:
+        return None
+    tier = opened.own_keys if opened.own_keys is not None else remote.tier
+    return KeyTierSpec(tier, namespace_digest(settings), symbol_width, remote.threads)
 
 
 def _remote_limits(settings: Settings) -> RemoteLimits | None:

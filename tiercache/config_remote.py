@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from tiercache.errors import ConfigError
 from tiercache.remote.urls import check_url, shown
 
-__all__ = ["REMOTE_NAME", "Remote", "take_remote"]
+__all__ = ["REMOTE_NAME", "Remote", "RemoteWrite", "take_remote"]
+
+RemoteWrite: TypeAlias = Literal["prefill", "eviction", "never"]
 
 REMOTE_NAME = "remote"
 """What `Match.by_tier` and the statistics call it."""
@@ -40,7 +42,18 @@ class Remote:
     hint_blocks: int = 1 << 18
     """Blocks of which either is remembered; some 100 bytes each."""
     threads: int = 8
-    """Threads that ask and read; half of them at most do the same."""
+    """Threads that ask and read; half of them at most do the same. A quarter as many more write."""
+    write: RemoteWrite = "prefill"
+    """What is written there: "prefill": blocks once they were stored; "eviction": the coldest blocks of memory, a
+    little before they leave it; "never". Nothing waits for it, and what cannot be written soon is dropped."""
+    write_deadline_s: float = 0.2
+    """Of one job, of at most 64 blocks and 16 MiB."""
+    min_prefix_tokens: int = 0
+    """A hit is taken from here only where it reaches so many tokens into a prompt, together with what is held locally;
+    written are only prompts so long."""
+    max_block_position: int | None = None
+    """Blocks at this position of their prompt, or behind it, are neither asked for, fetched nor written. None: no
+    position is too far."""
 
     def __post_init__(self) -> None:
         """Check."""
@@ -51,12 +64,22 @@ class Remote:
             raise ConfigError("Remote.tier", self.tier, f"a key tier with {', '.join(lacking)}, or a URL, is needed")
         if not _is_number(self.quota) or not 0 < self.quota <= 1:
             raise ConfigError("Remote.quota", self.quota, "a share above 0 and of at most 1 is needed, such as 0.2")
-        for name in ("find_deadline_s", "read_deadline_s", "hint_s", "missing_s"):
+        for name in ("find_deadline_s", "read_deadline_s", "write_deadline_s", "hint_s", "missing_s"):
             value = getattr(self, name)
             if not _is_number(value) or value <= 0:
                 raise ConfigError(f"Remote.{name}", value, "a number of seconds above 0 is needed")
         _check_int("Remote.hint_blocks", self.hint_blocks, 1, 1 << 30)
         _check_int("Remote.threads", self.threads, 2, 256)
+        if self.write not in ("prefill", "eviction", "never"):
+            raise ConfigError("Remote.write", self.write, "one of prefill, eviction, never is needed")
+        _check_int("Remote.min_prefix_tokens", self.min_prefix_tokens, 0, 1 << 30)
+        if self.max_block_position is not None:
+            _check_int("Remote.max_block_position", self.max_block_position, 1, 1 << 30)
+
+    @property
+    def write_threads(self) -> int:
+        """Threads that write, beside those that ask and read."""
+        return 0 if self.write == "never" else max(1, self.threads // 4)
 
     def __repr__(self) -> str:
         values = ((item.name, shown(getattr(self, item.name))) for item in fields(self))

@@ -6,7 +6,7 @@ import time
 
 from tiercache.assembly import Stack
 from tiercache.directory import StoreDirectory
-from tiercache.lifetime import close_later
+from tiercache.lifetime import close_keys, close_later
 from tiercache.link import Link
 
 __all__ = ["flush", "stop"]
@@ -52,6 +52,8 @@ def stop(link: Link, directory: StoreDirectory | None, timeout: float) -> bool:
     if stack is not None:
         complete = stack.mover.close(max(0.0, timeout))
         link.end_everything()
+        if stack.own_keys is not None:
+            close_keys(stack.mover, stack.own_keys)
     if directory is not None:
         if stack is not None and stack.mover.left_open:
             close_later(stack.mover, stack.tiers, directory)

@@ -12,9 +12,10 @@ from typing import Protocol
 
 from tiercache.directory import StoreDirectory
 from tiercache.mover import Mover
+from tiercache.remote.base import KeyTier
 from tiercache.tiers.base import SlotTier
 
-__all__ = ["Forkable", "close_later", "forget_forks", "watch_forks"]
+__all__ = ["Forkable", "close_keys", "close_later", "forget_forks", "watch_forks"]
 
 _log = logging.getLogger("tiercache")
 _LONGEST_HANG_S = 3600.0
@@ -60,6 +61,33 @@ def close_later(mover: Mover, tiers: Sequence[SlotTier], directory: StoreDirecto
         thread.start()
     except RuntimeError:
         _log.warning("%s: no thread can wait for the hung one: locked until this process ends", directory.path)
+
+
+def close_keys(mover: Mover, tier: KeyTier) -> None:
+    """After the mover was closed: close the key tier that it used, or where threads hang in it, once they returned."""
+    hung = _hung_in_keys(mover)
+    if hung == 0:
+        tier.close()
+        return
+    _log.warning("%s: %d calls have not returned: closed once they have", tier.name, hung)
+    thread = threading.Thread(target=_close_keys, args=(mover, tier), name="tiercache-last-keys", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        _log.warning("%s: no thread can wait for them: open until this process ends", tier.name)
+
+
+def _hung_in_keys(mover: Mover) -> int:
+    """Jobs at the key tier, the level past the last, that ended for everybody but the thread that is in them."""
+    return mover.stats().levels[-1].lost
+
+
+def _close_keys(mover: Mover, tier: KeyTier) -> None:
+    until = time.monotonic() + _LONGEST_HANG_S
+    while _hung_in_keys(mover) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    if not _hung_in_keys(mover):
+        tier.close()
 
 
 def _close(mover: Mover, tiers: Sequence[SlotTier], directory: StoreDirectory) -> None:

@@ -159,6 +159,7 @@ def _remote_stats(stack: Stack) -> dict[str, Any] | None:
         [level for level, spec in enumerate(stack.specs) if not spec.persistent],
     )
     return {
+        "endpoint": getattr(stack.keys, "endpoint", ""),
         **asdict(finds.counters),
         "hints": len(finds.hints),
         "finds_under_way": len(finds.under_way),

@@ -129,6 +129,26 @@ def test_tokens_in_flight_are_not_stored(alone):
     assert job.n == 2
 
 
+def test_an_engine_that_does_not_count_its_tokens_in_flight_has_them_counted_by_steps(alone):
+    request = SimpleNamespace(**vars(Request("a", 16)))
+    del request.num_in_flight_tokens
+    alone.side.add(request)
+    alone.side.allocated(request, [1, 2, 3, 4], 0)
+    first = alone.side.orders(step_of(new=[(request, [1, 2, 3, 4], 8)]))
+    assert first.echo
+    request.num_computed_tokens = 8
+    second = alone.side.orders(step_of(running={"a": 4}))
+    assert not alone.stores(second)
+    request.num_computed_tokens = 12
+    alone.side.take_report(StepReport(first.step), (), ())
+    (job,) = alone.stores(alone.side.orders(step_of(running={"a": 4})))
+    assert job.n == 2
+    request.num_computed_tokens = 16
+    alone.side.finish(request, [1, 2, 3, 4])  # not overlapping: its last step is over
+    (job,) = alone.stores(alone.side.orders(step_of()))
+    assert job.n == 2 and not alone.side.orders(step_of()).echo
+
+
 def test_what_a_neighbour_computes_in_the_first_step_is_not_stored_before_it_is_over(alone):
     request = Request("a", 16, num_computed_tokens=8)
     alone.side.add(request)

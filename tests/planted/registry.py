@@ -38,6 +38,8 @@ class Fault:
     shows: str
     """How it shows, in a few words."""
     area: str
+    real: tuple[str, ...] = ()
+    """Tests with a real vLLM that must fail with it, too."""
 
     def apply(self, root: Path) -> None:
         """Plant it in the tree at `root`. ValueError where the text is not there exactly once."""
@@ -55,10 +57,11 @@ def load_faults(here: Path = HERE) -> list[Fault]:
 
 
 def _fault(area: str, entry: dict[str, Any]) -> Fault:
+    entry = {"real": [], **entry}
     wanted = {field.name for field in fields(Fault)} - {"area"}
     if entry.keys() != wanted:
         raise ValueError(f"{area}: {entry.get('name')} differs in the fields {sorted(entry.keys() ^ wanted)}")
-    return Fault(**{**entry, "tests": tuple(entry["tests"]), "area": area})
+    return Fault(**{**entry, "tests": tuple(entry["tests"]), "real": tuple(entry["real"]), "area": area})
 
 
 def broken(faults: list[Fault], root: Path = ROOT) -> list[str]:
@@ -101,6 +104,6 @@ def table(faults: list[Fault]) -> str:
     """The table for docs/testing.md, in Markdown."""
     lines = ["| planted fault | the protection it removes | caught by | how it shows |", "|---|---|---|---|"]
     for fault in faults:
-        tests = ", ".join(f"`{test.removeprefix('tests/')}`" for test in fault.tests)
+        tests = ", ".join(f"`{test.removeprefix('tests/')}`" for test in (*fault.tests, *fault.real))
         lines.append(f"| `{fault.name}` | {fault.guards} | {tests} | {fault.shows} |")
     return "\n".join(lines) + "\n"

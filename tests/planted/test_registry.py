@@ -41,7 +41,7 @@ def test_every_area_has_its_file() -> None:
 
 
 def test_the_tests_that_are_named_exist() -> None:
-    missing = sorted({test for fault in FAULTS for test in fault.tests if not exists(test)})
+    missing = sorted({test for fault in FAULTS for test in (*fault.tests, *fault.real) if not exists(test)})
     assert missing == []
 
 

@@ -1,8 +1,8 @@
 """Mooncake for the tests of key tiers: a folder with its wheel alone, unpacked once, outside the checkout.
 
-`python tests/remote_real/mooncake_folder.py` unpacks what is missing (142 MB) and prints the path of the folder, to be put
-on PYTHONPATH. The wheel is for the python that runs this. `--check` also imports it, and says which system library is
-missing where that fails.
+`python tests/remote_real/mooncake_folder.py` unpacks what is missing (142 MB) and prints the path of the folder, to be
+put on PYTHONPATH. The wheel is for the python that runs this. `--check` also imports it, and says which system library
+is missing where that fails.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ def ensure_folder(cache: Path | None = None) -> Path:
         with contextlib.suppress(OSError, ValueError):
             if json.loads(stamp.read_text())["what"] == what:
                 return home
+        if home.exists() and complaint(home) is None:  # unpacked by hand, or by a process that was killed here
+            _stamp(home, what)
+            return home
         place = home.with_name(home.name + ".building")
         for old in (place, home):
             shutil.rmtree(old, ignore_errors=True)
         _unpack(place)
-        (place / _STAMP).write_text(json.dumps({"what": what, "ready": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n")
+        _stamp(place, what)
         place.rename(home)
         _tell(f"{home} is ready")
     return home
@@ -61,6 +64,10 @@ def complaint(folder: Path) -> str | None:
         return None
     said = (done.stderr.strip().splitlines() or ["?"])[-1]
     return f"mooncake cannot be imported: {said}. Debian's packages {', '.join(LIBRARIES)} are needed"
+
+
+def _stamp(home: Path, what: str) -> None:
+    (home / _STAMP).write_text(json.dumps({"what": what, "ready": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n")
 
 
 def _unpack(place: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python private_network.py COMMAND...`: run a command in a network of its own, which has the loopback interface alone.
+"""`python private_network.py COMMAND...`: run a command in a network of its own, with the loopback interface alone.
 
 As root, or as anybody where the kernel lets users have namespaces. Says so and fails where neither works.
 """
@@ -29,8 +29,9 @@ def main() -> None:
     command = entered()
     if command is None:
         raise SystemExit(
-            "*** NO PRIVATE NETWORK CAN BE HAD HERE: these tests start servers that listen on every address and run in a "
-            "network namespace only. They need `unshare` and `ip` (util-linux, iproute2), and root or user namespaces ***"
+            "*** NO PRIVATE NETWORK CAN BE HAD HERE: these tests start servers that listen on every address and run "
+            "in a network namespace only. It takes `unshare` and `ip` (util-linux, iproute2), and root or user "
+            "namespaces ***"
         )
     os.execvp(command[0], [*command, *sys.argv[1:]])
 

@@ -32,23 +32,23 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Certificates:
-    """An authority, and a certificate that it signed for `HOST` and localhost. Files."""
+    """An authority, and a certificate that it signed. Files."""
 
     ca: Path
     cert: Path
     key: Path
 
     @classmethod
-    def make(cls, place: Path) -> Certificates:
-        """New ones in this folder."""
+    def make(cls, place: Path, names: str = f"DNS:localhost,IP:{HOST}") -> Certificates:
+        """New ones in this folder, for these names."""
         place.mkdir(parents=True, exist_ok=True)
         ca, ca_key, cert, key = (place / name for name in ("ca.pem", "ca.key", "cert.pem", "cert.key"))
-        request, names = place / "request.pem", place / "names"
-        names.write_text(f"subjectAltName=DNS:localhost,IP:{HOST}\n")
+        request, file = place / "request.pem", place / "names"
+        file.write_text(f"subjectAltName={names}\n")
         new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
         _openssl(*new, "-x509", "-days", "2", "-subj", "/CN=test authority", "-keyout", ca_key, "-out", ca)
         _openssl(*new, "-subj", "/CN=localhost", "-keyout", key, "-out", request)
-        signed = ("-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-days", "2", "-extfile", names)
+        signed = ("-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-days", "2", "-extfile", file)
         _openssl("x509", "-req", "-in", request, *signed, "-out", cert)
         return cls(ca, cert, key)
 

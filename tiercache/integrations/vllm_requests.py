@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +22,6 @@ class RequestState:
     """Leading blocks of which nothing is left to store."""
     retry_at: int = 0
     """Where a store was cut: the planner's version from which on it is worth another try."""
-    in_flight: deque[tuple[int, int]] = field(default_factory=deque)
-    """(step, tokens) of steps whose output was not processed when it was last looked at."""
-    pending: int = 0
-    """Tokens in there."""
     most: int | None = None
     """No more leading blocks than these are offered: a load of the next one failed."""
     may_store: bool = True
@@ -66,30 +61,20 @@ class RequestState:
         """Does the engine count its tokens in flight itself?"""
         return hasattr(self.request, _IN_FLIGHT)
 
-    def scheduled(self, step: int, tokens: int) -> bool:
-        """A step is going to compute this many tokens. False where that is not noted: the engine counts them itself.
-        Where it does, and the first step is over, this need not be called."""
+    def scheduled(self, tokens: int) -> None:
+        """A step is going to compute this many tokens. Where the first step is over, this need not be called."""
         if not self.first_tokens:
             self.first_tokens = tokens
         self.given += tokens
-        if self.counted:
-            return False
-        self.in_flight.append((step, tokens))
-        self.pending += tokens
-        return True
 
-    def processed_tokens(self, processed_step: int) -> int:
+    def processed_tokens(self, pending: int) -> int:
         """Leading tokens whose KV was computed by steps whose output was taken over: what is still to come may fail.
+        pending: tokens of steps whose output was not.
 
         An engine counts its computed tokens when it schedules a step, and takes them back after a failure. And what it
         had itself when the request began may be what a neighbour computes in the very step in which this one begins:
         so nothing counts before that step is over.
         """
-        pending: int | None = getattr(self.request, _IN_FLIGHT, None)
-        if pending is None:
-            while self.in_flight and self.in_flight[0][0] <= processed_step:
-                self.pending -= self.in_flight.popleft()[1]
-            pending = self.pending
         if not self.begun:
             if self.given - pending < max(1, self.first_tokens):
                 return 0

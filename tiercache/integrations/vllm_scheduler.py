@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,8 @@ class SchedulerSide:
         self._allocated: list[int] = []
         """Engine blocks handed out since the last step."""
         self._processed = 0
+        self._under_way: deque[tuple[int, dict[str, int]]] = deque()
+        """Steps whose output was not taken over, and their tokens by request; where the engine does not count them."""
         self._counted = False
         """The engine counts the tokens of its requests that are in flight (0.32)."""
         self._endpoints = 0
@@ -194,6 +197,8 @@ class SchedulerSide:
         orders.step = self._step
         orders.drains = not output.num_scheduled_tokens
         fresh = self._follow(output)
+        while self._under_way and self._under_way[0][0] <= self._processed:
+            self._under_way.popleft()
         if planner is None:
             orders.wants_hello = True
         else:
@@ -205,8 +210,11 @@ class SchedulerSide:
             orders.messages.extend(planner.take_messages())
         for request_id, tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is not None and not (state.begun and self._counted):
-                orders.echo |= state.scheduled(self._step, tokens)
+            if state is not None and not state.begun:
+                state.scheduled(tokens)
+        if not self._counted and output.num_scheduled_tokens:
+            self._under_way.append((self._step, dict(output.num_scheduled_tokens)))
+            orders.echo = True
         self._orders = StepOrders(0)
         return orders
 
@@ -242,22 +250,30 @@ class SchedulerSide:
         return fresh
 
     def _store_processed(self, request_ids: Iterable[str]) -> None:
-        requests, counted, size = self._requests, self._counted, self.block_tokens
+        requests, size = self._requests, self.block_tokens
+        counted, under_way = self._counted, self._under_way
         for request_id in request_ids:
             state = requests.get(request_id)
             if state is None:
                 continue
+            request = state.request
+            if counted:
+                pending = request.num_in_flight_tokens
+            else:
+                pending = self._pending(request_id, self._processed) if under_way else 0
             if not state.first_step:  # in the middle of a block, as most are most of the time?
-                request = state.request
                 more = request.num_computed_tokens - state.stored * size
-                pending = request.num_in_flight_tokens if counted else state.pending  # never too few
                 if pending <= more < size:
                     continue
-            done = min(state.processed_tokens(self._processed) // self.block_tokens, state.hashes)
+            done = min(state.processed_tokens(pending) // size, state.hashes)
             if done > state.stored or (state.first_step and done):
                 self._store(state, done)
             elif done < state.stored:
                 state.stored = max(done, 0)
+
+    def _pending(self, request_id: str, processed_step: int) -> int:
+        """Tokens of this request in steps after this one, as far as they were noted."""
+        return sum(tokens.get(request_id, 0) for step, tokens in self._under_way if step > processed_step)
 
     def _store(self, state: RequestState, blocks: int) -> None:
         """Store what of the request's first `blocks` blocks is not there; of a request that is scheduled for the first
@@ -388,8 +404,11 @@ class SchedulerSide:
         state = self._requests.pop(request.request_id, None)
         if state is None or not state.table or request.request_id in self._loads:
             return  # it never ran, or what it waits for has not come
-        processed = self._processed if self.engine.overlaps else self._step
-        blocks = min(state.processed_tokens(processed) // self.block_tokens, state.hashes, len(block_ids))
+        if self._counted:
+            pending = request.num_in_flight_tokens
+        else:
+            pending = self._pending(request.request_id, self._processed if self.engine.overlaps else self._step)
+        blocks = min(state.processed_tokens(pending) // self.block_tokens, state.hashes, len(block_ids))
         if blocks > state.stored or (state.first_step and blocks):
             state.table, state.retry_at = list(block_ids), 0
             self._store(state, blocks)

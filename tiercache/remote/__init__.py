@@ -1,6 +1,23 @@
 """Key tiers: shared stores of blocks, found by key, that change without us; see `base`."""
 
-from tiercache.remote.base import KEY_NBYTES, KeyTier
+from tiercache.remote.base import (
+    KEY_NBYTES,
+    HasEndpoint,
+    KeyTier,
+    MeasuresTransport,
+    RegistersMemory,
+    TellsPressure,
+)
 from tiercache.remote.frame import frame_nbytes, seal, verified
 
-__all__ = ["KEY_NBYTES", "KeyTier", "frame_nbytes", "seal", "verified"]
+__all__ = [
+    "KEY_NBYTES",
+    "HasEndpoint",
+    "KeyTier",
+    "MeasuresTransport",
+    "RegistersMemory",
+    "TellsPressure",
+    "frame_nbytes",
+    "seal",
+    "verified",
+]

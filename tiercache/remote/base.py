@@ -4,6 +4,9 @@ A key tier is shared: other machines put and remove what they like, and what was
 knows nothing of prompts, slots or blocks, only of values under keys. What it says is a hint, what it brings is
 verified by the reader (`frame`), and whatever it does wrong costs hits and nothing else.
 
+What a tier can do beside that it offers by members of its own: `RegistersMemory`, `TellsPressure`,
+`MeasuresTransport`, `HasEndpoint`. Each is optional, and found by its name.
+
 Keys are KEY_NBYTES bytes: namespace, epoch and the chained SHA-256 of a block with its prefix (`keys.chain_keys`).
 Values are rows of bytes, all of one width per cache (`frame.frame_nbytes`).
 
@@ -25,7 +28,15 @@ from numpy.typing import NDArray
 
 from tiercache.types import Bools
 
-__all__ = ["KEY_NBYTES", "KeyTier", "Values"]
+__all__ = [
+    "KEY_NBYTES",
+    "HasEndpoint",
+    "KeyTier",
+    "MeasuresTransport",
+    "RegistersMemory",
+    "TellsPressure",
+    "Values",
+]
 
 KEY_NBYTES = 32
 """Bytes of a key."""
@@ -56,3 +67,40 @@ class KeyTier(Protocol):
 
     def close(self) -> None:
         """Give connections back; calls under way end soon, with False or OSError. May be called twice."""
+
+
+@runtime_checkable
+class RegistersMemory(Protocol):
+    """Optional: takes note of staging from which values are put and into which they are got, for zero copy."""
+
+    def register(self, memory: NDArray[np.uint8]) -> None:
+        """`get` and `put` will be called with rows that lie in this memory (uint8, C order), until `unregister`.
+        OSError where that is not possible; the tier then copies."""
+
+    def unregister(self, memory: NDArray[np.uint8]) -> None:
+        """No call will name this memory again. Of memory that was not registered: nothing."""
+
+
+@runtime_checkable
+class TellsPressure(Protocol):
+    """Optional: knows how full the store is."""
+
+    def pressure(self, deadline_s: float) -> float | None:
+        """The store's own load: 0 empty, 1 full, None unknown. Cheap; may be a second old. OSError: unknown."""
+
+
+@runtime_checkable
+class MeasuresTransport(Protocol):
+    """Optional: knows what carries its bytes."""
+
+    def transport(self) -> str:
+        """What was measured to carry the bytes of late ("tcp", "rdma", "memory", "unknown"), with figures where they
+        are known; never the name that was configured. Asks nobody, does not wait."""
+
+
+@runtime_checkable
+class HasEndpoint(Protocol):
+    """Optional: has an address."""
+
+    endpoint: str
+    """host:port, as people are shown it: without a password."""

@@ -79,13 +79,16 @@ def shown(url: object) -> Any:
 def parse_address(url: str, options: tuple[str, ...], field: str = _FIELD) -> Address:
     """The parts of a URL that may have these options. ConfigError for one that cannot be read, has a fragment, or
     another option, or one twice."""
+    special = "percent-encode what is special in names and passwords, such as @ : / ? #"
+    if "@" in re.sub(r"^[^/]*//[^/?#]*", "", url):
+        raise ConfigError(field, shown(url), f"an @ where none belongs: {special}")
     try:
         parts = urlsplit(url.strip())
         port = parts.port
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
     except ValueError as error:
-        text = str(error) if parts_are_public(url) else "it cannot be read"
-        raise ConfigError(field, shown(url), f"{text}; percent-encode what is special, such as @ : / ? #") from None
+        text = str(error) if "@" not in url else "it cannot be read"  # the error may quote a password
+        raise ConfigError(field, shown(url), f"{text}: {special}") from None
     if parts.fragment or url.strip().endswith("#"):
         raise ConfigError(field, shown(url), "nothing may follow a #: write it as %23 where it belongs to a password")
     if not parts.netloc and parts.scheme != "unix":
@@ -103,11 +106,6 @@ def parse_address(url: str, options: tuple[str, ...], field: str = _FIELD) -> Ad
     username = unquote(parts.username) if parts.username else None
     password = unquote(parts.password) if parts.password else None
     return Address(parts.scheme, username, password, parts.hostname or "", port, unquote(parts.path), given)
-
-
-def parts_are_public(url: str) -> bool:
-    """Whether what is wrong with a URL may be quoted: nothing in it is secret."""
-    return "@" not in url
 
 
 def check_url(url: str, field: str = _FIELD) -> None:

@@ -52,6 +52,9 @@ def _closing(tier: KeyTier) -> Iterator[KeyTier]:
 class KeyTierSuite:
     """Subclass it, name the class Test..., and supply the fixture `make_tier`."""
 
+    replaces = True
+    """Whether a key put again holds the new value; else it keeps the old one until that is removed."""
+
     @pytest.fixture
     def make_tier(self) -> MakeKeyTier:
         """`make_tier()` returns a new tier that holds nothing under the keys of this suite; one at a time."""
@@ -102,15 +105,37 @@ class KeyTierSuite:
             assert tier.find([], _DEADLINE_S).shape == tier.remove([], _DEADLINE_S).shape == (0,)
 
     def test_the_last_put_counts(self, make_tier: MakeKeyTier) -> None:
-        """A key put again holds the new value, also of another width."""
+        """A key put again holds the new value, also of another width; where the tier does not replace, once the old one
+        was removed."""
         keys = _keys(2)
         with _closing(make_tier()) as tier:
-            for nbytes in (300, 300, 700):
-                rows = _payload(2, nbytes, seed=nbytes)
+            for turn, nbytes in enumerate((300, 300, 700)):
+                if not self.replaces:
+                    assert tier.remove(keys, _DEADLINE_S).all()
+                rows = _payload(2, nbytes, seed=turn)
                 assert tier.put(keys, rows, _DEADLINE_S).all()
                 back = np.zeros_like(rows)
                 assert tier.get(keys, back, _DEADLINE_S).all()
                 assert (back == rows).all()
+
+    def test_a_key_put_again_holds_a_whole_value(self, make_tier: MakeKeyTier) -> None:
+        """Of the same width it is one of the two; of another width it is had once it was put after a miss."""
+        keys = _keys(2)
+        with _closing(make_tier()) as tier:
+            old, new = _payload(2, 300, seed=1), _payload(2, 300, seed=2)
+            assert tier.put(keys, old, _DEADLINE_S).all()
+            assert tier.put(keys, new, _DEADLINE_S).all()
+            back = np.zeros_like(old)
+            assert tier.get(keys, back, _DEADLINE_S).all()
+            assert (back == new).all() if self.replaces else (back == old).all()
+            wider = _payload(2, 700, seed=3)
+            back = np.zeros_like(wider)
+            assert tier.put(keys, wider, _DEADLINE_S).all()
+            if not tier.get(keys, back, _DEADLINE_S).all():
+                assert not self.replaces
+                assert tier.put(keys, wider, _DEADLINE_S).all()
+                assert tier.get(keys, back, _DEADLINE_S).all()
+            assert (back == wider).all()
 
     @pytest.mark.parametrize("width", [99, 101, 4096])
     def test_a_value_of_another_width_is_a_miss(self, make_tier: MakeKeyTier, width: int) -> None:
@@ -174,6 +199,8 @@ class KeyTierSuite:
             for turn in range(8):
                 keys, rows = _keys(4, seed), _payload(4, 2000, seed * 100 + turn)
                 back = np.zeros_like(rows)
+                if not self.replaces:
+                    tier.remove(keys, _DEADLINE_S)
                 if not tier.put(keys, rows, _DEADLINE_S).all() or not tier.get(keys, back, _DEADLINE_S).all():
                     wrong.append(f"{seed}: missing in turn {turn}")
                 elif (back != rows).any():
