@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo demo-vllm bench-vllm test browser test-slow test-vllm test-remote soak campaign planted-faults bench bench-peers bench-report hit-ratios lint types wheel clean
+.PHONY: help demo demo-vllm bench-vllm test browser test-slow test-vllm test-remote bench-remote soak campaign planted-faults bench bench-peers bench-report hit-ratios lint types wheel clean
 
 help:
 	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
@@ -19,6 +19,7 @@ help:
 	@echo "make bench-peers  tiercache and its peers in one run, about 10 minutes, and the first time to build (ARGS=--help)"
 	@echo "make test-vllm  the real vLLM on CPUs, 3 GB the first time; SLOW=1: all of it; VLLM=0.28.0: another version of it"
 	@echo "make test-remote  key tiers on the real Mooncake Store, in a private network (142 MB the first time; ARGS=...)"
+	@echo "make bench-remote  the Mooncake tier against Mooncake's raw client, in pairs (under a minute; ARGS=--json)"
 	@echo "make bench-vllm first tokens of a real vLLM on CPUs: computed, loaded, and with its own connectors (about 15 minutes)"
 	@echo "make soak       10 minutes at 100 % full with faults: nothing may grow (SOAK_S=seconds)"
 	@echo "make campaign   10,000 power cuts (about four minutes on two quiet cores)"
@@ -77,6 +78,9 @@ IN_PRIVATE := timeout -k 10 $(REMOTE_S) $(BIN)/python tests/remote_real/private_
 REMOTE_PATH = folder=$$($(BIN)/python tests/remote_real/mooncake_folder.py --check) && export PYTHONPATH="$(CURDIR):$$folder"
 test-remote: $(VENV)/test.stamp
 	$(REMOTE_PATH) && $(IN_PRIVATE) $(BIN)/python -m pytest -m remote tests/remote_real -n $(WORKERS) $(ARGS)
+
+bench-remote: $(VENV)/test.stamp
+	$(REMOTE_PATH) && $(IN_PRIVATE) $(BIN)/python -m bench.remote.tier $(ARGS)
 
 soak: $(VENV)/test.stamp
 	$(BIN)/python tests/faults/soak.py --seconds $(or $(SOAK_S),600)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tiercache.catalog import Catalog, Manifest, peek_manifest
 from tiercache.config import DRAM, HBM, NVMe, Settings, Tier, format_size
+from tiercache.config_remote import remote_enabled
 from tiercache.directory import StoreDirectory
 from tiercache.errors import ConfigError
 from tiercache.keys import symbol_nbytes
@@ -263,7 +264,9 @@ def key_tier_spec(settings: Settings, opened: OpenTiers, symbol_width: int) -> K
     if remote is None:
         return None
     tier = opened.own_keys if opened.own_keys is not None else remote.tier
-    return KeyTierSpec(tier, namespace_digest(settings), symbol_width, remote.threads)
+    return KeyTierSpec(
+        tier, namespace_digest(settings), symbol_width, remote.threads, write_threads=remote.write_threads
+    )
 
 
 def _remote_limits(settings: Settings) -> RemoteLimits | None:
@@ -278,6 +281,13 @@ def _remote_limits(settings: Settings) -> RemoteLimits | None:
         missing_s=remote.missing_s,
         hint_blocks=remote.hint_blocks,
         pool_threads=remote.threads,
+        write=remote.write,
+        write_deadline_s=remote.write_deadline_s,
+        write_threads=remote.write_threads,
+        min_blocks=-(-remote.min_prefix_tokens // settings.block_tokens),
+        max_position=remote.max_block_position,
+        enabled=remote_enabled(),
+        seed=int.from_bytes(os.urandom(8), "little"),
     )
 
 

@@ -133,7 +133,7 @@ class TieredKVCache(CacheLife):
         if planner.begins(symbols):  # else it need not be encoded to the end to be told so
             symbols = prompt.symbols
         found = planner.lookup(symbols, prompt.n, self._link.clock(), tail, again, block_s)
-        if found.pending and planner.state.outbox:  # the key tier is asked
+        if planner.state.outbox:  # the key tier is asked
             self._link.answered(stack)
         return match_of(found, prompt, symbols, stack.specs, planner.epoch)
 

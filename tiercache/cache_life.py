@@ -19,11 +19,13 @@ from tiercache.assembly import (
     nvme_of,
     obtaining,
 )
+from tiercache.cache_remote import RemoteSwitch
 from tiercache.config import Settings, Switch, ram_nbytes
 from tiercache.config_memory import check_memory
+from tiercache.config_remote import remote_enabled
 from tiercache.delivery import Delivery
 from tiercache.directory import StoreDirectory
-from tiercache.ending import flush, stop
+from tiercache.ending import end_writes, flush, stop
 from tiercache.errors import CacheClosedError, ConfigError, NotDurableError
 from tiercache.layout import KVLayout
 from tiercache.lifetime import forget_forks, watch_forks
@@ -50,6 +52,7 @@ class CacheLife:
         self._link = Link(clock, delivery)
         self._building = threading.Lock()
         self._switch: Switch = settings.switch
+        self._remote = RemoteSwitch(settings.remote is not None, remote_enabled(), self._switch_remote)
         self._prefill = Prefill(settings.prefill_tokens_per_s)
         self._directory: StoreDirectory | None = None
         with obtaining(settings), ExitStack() as undo:
@@ -60,8 +63,7 @@ class CacheLife:
             if layout is not None:
                 self._link.stack = self._build(layout)
             undo.pop_all()
-        with self._link.planning():
-            pass  # what the start has to say to the mover
+        self._switch_remote()  # with it goes what the start has to say to the mover
         if nvme is not None and settings.namespace is None:
             _log.warning("%s: no namespace: use this directory for one model only", nvme.path)
         watch_forks(self)
@@ -75,6 +77,7 @@ class CacheLife:
                     stack = self._build(layout)
                 with self._link.lock:
                     self._link.stack = stack
+                self._switch_remote()
             return self._link.stack
 
     def _build(self, layout: KVLayout) -> Stack:
@@ -97,6 +100,23 @@ class CacheLife:
         if value not in ("on", "off", "loads-off", "stores-off"):
             raise ConfigError("switch", value, "one of on, off, loads-off, stores-off is needed")
         self._switch = value
+        if self.settings.remote is not None:
+            self._switch_remote()
+
+    @property
+    def remote(self) -> RemoteSwitch:
+        """The kill switch of the key tier."""
+        return self._remote
+
+    def _switch_remote(self) -> None:
+        """Tell the planner whether the key tier takes part, and is written to."""
+        with self._link.planning() as stack:
+            if stack is None or self.settings.remote is None:
+                return
+            ended = stack.planner.switch_remote(self._remote.enabled, self.stores_enabled, self._link.clock())
+            finished = self._link.finish(ended)
+        for each in finished:
+            self._link.complete(*each)
 
     @property
     def loads_enabled(self) -> bool:
@@ -162,7 +182,8 @@ class CacheLife:
     def close(self, timeout: float = 30.0) -> bool:
         """Write what lives only in memory to NVMe, most reusable first, then stop; at most `timeout` seconds.
 
-        True when everything is on NVMe (or nothing persists) and nothing was lost. A second call does nothing. Futures
+        True when everything is on NVMe (or nothing persists) and nothing was lost. A second call does nothing. What
+        waits to be written to a key tier gets half a second, where that much is left, and is dropped then. Futures
         still open end with what they have. Loaded blocks stay readable until they are released.
         """
         began = time.monotonic()
@@ -172,6 +193,7 @@ class CacheLife:
             complete = self.flush(timeout * 0.8, to="nvme" if persists and self.stores_enabled else None)
         except CacheClosedError:  # before, or by another thread meanwhile; or in the parent of this process
             return True
+        end_writes(self._link, timeout - (time.monotonic() - began))
         with self._building:
             if not self._link.shut():
                 return True

@@ -6,6 +6,7 @@ ConfigError names the field, its value, and what would be right.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
@@ -13,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from tiercache.errors import ConfigError
 from tiercache.remote.urls import check_url, shown
 
-__all__ = ["REMOTE_NAME", "Remote", "RemoteWrite", "take_remote"]
+__all__ = ["REMOTE_NAME", "Remote", "RemoteWrite", "remote_enabled", "take_remote"]
 
 RemoteWrite: TypeAlias = Literal["prefill", "eviction", "never"]
 
@@ -25,10 +26,11 @@ _VERBS = ("find", "get", "put", "remove", "close")
 @dataclass(frozen=True)
 class Remote:
     """Blocks that other caches have put into a key tier (`tiercache.remote.KeyTier`). Needs a `namespace`, and an
-    `epoch` that those caches share. The tier is the caller's: several caches may use one, none of them closes it."""
+    `epoch` that those caches share. A KeyTier is the caller's: several caches may use one, none of them closes it. From
+    a URL the cache opens one of its own, and closes it."""
 
     tier: Any
-    """A KeyTier."""
+    """A KeyTier, or a URL such as `redis://10.0.0.5`: docs/remote.md. Shown without its password."""
     quota: float = 0.2
     """The share of HBM's and of DRAM's slots that blocks from here, and blocks computed under them, may take until
     their prompt was used twice more. Rounded down, but at least one block."""
@@ -84,6 +86,14 @@ class Remote:
     def __repr__(self) -> str:
         values = ((item.name, shown(getattr(self, item.name))) for item in fields(self))
         return f"Remote({', '.join(f'{name}={value!r}' for name, value in values)})"
+
+
+def remote_enabled() -> bool:
+    """The kill switch of key tiers at the start, from the environment variable TIERCACHE_REMOTE. ConfigError."""
+    value = os.environ.get("TIERCACHE_REMOTE", "").strip().lower() or "on"
+    if value not in ("on", "off"):
+        raise ConfigError("TIERCACHE_REMOTE (environment)", value, "on or off is needed")
+    return value == "on"
 
 
 def _is_number(value: object) -> bool:

@@ -9,9 +9,11 @@ from tiercache.directory import StoreDirectory
 from tiercache.lifetime import close_keys, close_later
 from tiercache.link import Link
 
-__all__ = ["flush", "stop"]
+__all__ = ["end_writes", "flush", "stop"]
 
 _LONGEST_SYNC_S = 3600.0
+_WRITES_S = 0.5
+"""What close gives the writes to a key tier, and at most half of the time that is left."""
 
 
 def flush(link: Link, timeout: float | None, to: str | None) -> bool:
@@ -43,6 +45,18 @@ def _drain(link: Link, stack: Stack, until: float | None, began: float) -> bool:
         return False
     with link.lock:
         return planner.lacking(began if planner.failed_writes() == failed_before else link.clock()) == 0
+
+
+def end_writes(link: Link, left_s: float) -> None:
+    """Let what waits to be written to a key tier go there, for a moment. Nobody is told whether it did."""
+    until = time.monotonic() + min(_WRITES_S, left_s / 2)
+    with link.changed:
+        writes = link.stack.planner.remote_writes if link.stack is not None else None
+        while writes is not None and not writes.is_idle and not link.closed:
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            link.changed.wait(left)
 
 
 def stop(link: Link, directory: StoreDirectory | None, timeout: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,8 +77,9 @@ class CacheStats:
     directory: dict[str, Any] | None
     """Path, file system, remarks, cold-start reason, catalog counters; None without NVMe."""
     remote: dict[str, Any] | None = None
-    """Of the key tier (None without one): what was asked and fetched (`planner.counters.RemoteCounters`), hints, the
-    breaker, and per level in memory how many slots are charged and how many may be."""
+    """Of the key tier (None without one): what was asked, fetched and written (`planner.counters.RemoteCounters`),
+    hints, the breaker and the switch, what is under way and waits, how fast it may be written to, what it says of
+    itself, and per level in memory how many slots are charged and how many may be."""
 
     def as_dict(self) -> dict[str, Any]:
         """Nested plain values, ready for JSON."""
@@ -109,7 +111,7 @@ def collect(settings: Settings, switch: str, stack: Stack | None, directory: Sto
             "lost_claims": mover.lost_claims,
         },
         directory=_directory_stats(stack, directory),
-        remote=_remote_stats(stack),
+        remote=_remote_stats(stack, mover.levels[-1].removed),
     )
 
 
@@ -150,14 +152,13 @@ def _tier_stats(stack: Stack, level: int, moved: Any) -> TierStats:
     )
 
 
-def _remote_stats(stack: Stack) -> dict[str, Any] | None:
+def _remote_stats(stack: Stack, removed: int) -> dict[str, Any] | None:
     finds, quota, state = stack.planner.finds, stack.planner.quota, stack.planner.state
-    if finds is None or quota is None:
+    writes, keyed = stack.planner.remote_writes, getattr(stack.mover, "keyed", None)
+    if finds is None or quota is None or writes is None:
         return None
-    breaker, memory = (
-        state.breakers[finds.level],
-        [level for level, spec in enumerate(stack.specs) if not spec.persistent],
-    )
+    breaker, rate = state.key_breaker, writes.rate
+    memory = [level for level, spec in enumerate(stack.specs) if not spec.persistent]
     return {
         "endpoint": getattr(stack.keys, "endpoint", ""),
         **asdict(finds.counters),
@@ -165,12 +166,25 @@ def _remote_stats(stack: Stack) -> dict[str, Any] | None:
         "finds_under_way": len(finds.under_way),
         "finds_waiting": finds.waiting,
         "jobs": state.credits[finds.level].jobs,
-        "lost_jobs": state.credits[finds.level].lost_jobs,
+        "lost_jobs": state.credits[finds.level].lost_jobs + writes.lost,
+        "enabled": breaker.enabled,
         "online": state.online(finds.level),
         "breaker": breaker.state,
         "trips": breaker.trips,
         "hits": state.counters[finds.level].hits,
         "overdue_jobs": state.counters[finds.level].overdue_jobs,
+        "failures_in_a_row": breaker.failures,
+        "writes_under_way": len(writes.under_way) - writes.lost,
+        "writes_waiting": len(writes.runs),
+        "write_blocks_waiting": writes.waiting_blocks,
+        "write_jobs_allowed": rate.jobs,
+        "write_nbytes_per_s": rate.measured,
+        "write_pace_nbytes_per_s": rate.pace if rate.pace < math.inf else None,
+        "write_slowdowns": rate.falls,
+        "pressure": rate.pressure,
+        "removed_wrong": removed,
+        "endpoint": "" if keyed is None else keyed.endpoint,
+        "transport": "unknown" if keyed is None else keyed.transport,
         "quota": {stack.specs[level].name: quota.limit(level) for level in memory},
         "charged": {stack.specs[level].name: quota.charged(level) for level in memory},
         "evicted_by_quota": quota.evicted,

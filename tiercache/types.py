@@ -111,9 +111,9 @@ class CopyJob:
 
     id: int
     kind: JobKind
-    """"store": caller to level 0. "load": to level 0 or to the caller, dispatched first. "write": a demotion. "probe":
-    blocks are read as by a load, within PROBE_S, and go nowhere (its destination is CALLER without rows). "find": asks
-    a key tier; copies nothing, and is answered by `JobResult.ok`."""
+    """"store": caller to level 0. "load": to level 0 or to the caller, dispatched first. "write": a demotion, or a copy
+    to a key tier. "probe": blocks are read as by a load, within PROBE_S, and go nowhere (its destination is CALLER
+    without rows). "find": asks a key tier; copies nothing, and is answered by `JobResult.ok`."""
     epoch: bytes
     src_level: int
     src_slots: Slots
@@ -133,12 +133,17 @@ class CopyJob:
     """Present exactly when the destination is persistent."""
     symbols: bytes | None = None
     """Of a job at a key tier (None: at slot tiers): the prompt's symbols from its first block to the job's last, at
-    least. `src_slots` are positions in the prompt then, and `src_level` is one past the last slot level."""
+    least. The level at that end is one past the last slot level, and its slots are positions in the prompt."""
 
     @property
     def n(self) -> int:
         """Number of blocks."""
         return len(self.idents)
+
+    @property
+    def positions(self) -> Slots:
+        """Of a job at a key tier: which blocks of the prompt it is about."""
+        return self.dst_slots if self.kind == "write" else self.src_slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,12 +194,15 @@ class JobResult:
     rank: int = 0
     reason: str = ""
     """Why blocks failed: "" | "io" | "checksum" | "deadline" | "cancelled" | "closed" | "memory" | "target" (the
-    source of a load is well, its destination is not) | "missing" (a key tier does not have them)."""
+    source of a load is well, its destination is not) | "missing" (a key tier does not have them) | "refused" (it does
+    not take them)."""
     bad: Bools | None = None
     """Per block of a load: what its source holds could not be read, or is wrong. None: all that are not `ok`, where the
     reason is "io" or "checksum"."""
     waited_s: float = 0.0
     """Before `seconds`: from the job's submission (or the end of its delay) until a thread began it."""
+    pressure: float | None = None
+    """Of a write to a key tier: how full that said it is, where it was asked."""
 
 
 @dataclass(frozen=True, slots=True)

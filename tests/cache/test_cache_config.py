@@ -62,7 +62,7 @@ def test_hbm_without_torch_says_how_to_install_it(monkeypatch):
         (["dram:1MiB", "hbm:cpu:1MiB"], "fast to slow"),
         (["dram:1MiB", "dram:1MiB"], "once"),
         (["drma:1MiB"], "did you mean dram"),
-        (["mooncake://host:50051"], "not available in this version"),
+        (["dram:1MiB", "rdma://host:7"], "one of mooncake://, redis://"),
         ([DRAM("1MiB"), 7], "a tier object"),
     ],
 )

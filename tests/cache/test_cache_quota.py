@@ -45,7 +45,7 @@ def request(cache, tokens):
 def hot_set_share(quota, queued, key_tier):
     """Share of the hot set's blocks that are found, and the stats at the end."""
     with TieredKVCache(
-        [dram(SLOTS), Remote(key_tier, quota=quota)],
+        [dram(SLOTS), Remote(key_tier, quota=quota, write="never")],
         layout=LAYOUT,
         namespace="quota",
         epoch=EPOCH,

@@ -87,12 +87,19 @@ class Running:
         self.expedited = False
 
     @property
+    def shares(self):
+        """Does it write to the key tier?"""
+        return self.job.symbols is not None and self.job.kind == "write"
+
+    @property
     def delayed(self):
-        return self.job.start_after_s > 0
+        return self.job.start_after_s > 0 and not self.shares
 
     def ends(self):
         """(level, slots, is written) of every end that is a level."""
         job = self.job
+        if self.shares:  # at its JobOverdue its thread has all it reads
+            return [] if self.overdue else [(job.src_level, job.src_slots.tolist(), False)]
         found = [(job.dst_level, job.dst_slots.tolist(), True)]
         if job.symbols is None:
             found.append((job.src_level, job.src_slots.tolist(), False))
@@ -283,6 +290,11 @@ class Bench:
         self.planner.tend(self.now)
         self.take()
 
+    def switch(self, enabled, stores=True):
+        """The kill switch of the key tier."""
+        self._over(self.planner.switch_remote(enabled, stores, self.now))
+        self.take()
+
     def drain(self):
         queued = self.planner.drain(self.now)
         self.take()
@@ -325,7 +337,8 @@ class Bench:
         for i, (got, token) in enumerate(zip(running.source, running.tokens, strict=True)):
             corrupt = got == GARBAGE and job.src_level == self.persistent
             assert got == token or corrupt, f"job {job.id} ({job.kind}) reads {got} for block {i}, {token}"
-        assert (job.claims is not None) == (job.dst_level != CALLER and self.specs[job.dst_level].persistent)
+        persistent = job.dst_level != CALLER and not running.shares and self.specs[job.dst_level].persistent
+        assert (job.claims is not None) == persistent
         if job.claims is not None:
             self._check_claims(running)
         for level, slots, written in running.ends():
@@ -334,7 +347,7 @@ class Bench:
         self.running[job.id] = running
 
     def _source(self, job):
-        if job.symbols is not None:
+        if job.symbols is not None and job.kind != "write":
             return [self.tokens[ident] for ident in job.idents.tolist()]
         if job.src_level == CALLER:
             rows = self.rows[job.endpoint]
@@ -405,7 +418,7 @@ class Bench:
         mask = np.full(job.n, ok) if isinstance(ok, bool) else np.array(ok, dtype=np.bool_)
         if not mask.all():
             assert reason, "a block that fails has a reason"
-        now = self._source(job)
+        now = running.source if running.shares and running.overdue else self._source(job)
         for i, (before, after) in enumerate(zip(running.source, now, strict=True)):
             if after == GARBAGE and job.src_level == self.persistent:
                 mask[i], reason = False, reason or "checksum"
@@ -413,10 +426,14 @@ class Bench:
                 assert before == after, f"the source of {running.tokens[i]} changed under job {job_id}"
         if job.symbols is not None:
             assert self._asked(job) == running.tokens, f"job {job_id} names blocks that its symbols do not"
+        if job.symbols is not None and not running.shares:
             here = np.array([token in self.shared for token in running.tokens])
             mask, reason = mask & here, reason or ("" if here.all() else "missing")
         for i, token in enumerate(running.tokens):
             good = bool(mask[i]) and not running.overdue
+            if running.shares:
+                self.shared.update([token] * bool(mask[i]))
+                continue
             if job.dst_level == CALLER:
                 if good and job.kind != "probe":
                     self.rows[job.endpoint][int(job.dst_slots[i])] = token
@@ -435,7 +452,7 @@ class Bench:
         """The blocks that a job at the key tier is about, by its symbols."""
         letters = struct.unpack(f"<{len(job.symbols) // 4}i", job.symbols)[:: WIDTH // 4]
         prompt = "".join(map(chr, letters))
-        return [(job.epoch, prompt[: at + 1]) for at in job.src_slots.tolist()]
+        return [(job.epoch, prompt[: at + 1]) for at in job.positions.tolist()]
 
     def share(self, prompt):
         """Another cache puts this prompt's blocks into the key tier."""
@@ -633,6 +650,7 @@ class Bench:
         limits, levels = self.limits, range(len(self.specs))
         inbound, loaded, written_out, delayed = [[0 for _ in levels] for _ in range(4)]
         jobs = [0 for _ in range(len(self.specs) + 1)]
+        shared = [0 for _ in levels]
         for running in self.running.values():
             job = running.job
             if running.overdue:
@@ -642,10 +660,14 @@ class Bench:
                 continue
             jobs[max(job.src_level, job.dst_level)] += 1
             for level, slots, written in running.ends():
+                if running.shares:
+                    shared[level] += len(slots)
+                    continue
                 outbound = written_out if job.kind == "write" else loaded
                 (inbound if written else outbound)[level] += len(slots)
         for level, spec in enumerate(self.specs):
             bound = limits.in_flight_blocks(spec.capacity)
+            assert shared[level] <= max(1, bound // 2), f"{spec.name}: {shared[level]} blocks on their way to be shared"
             assert inbound[level] <= bound, f"{spec.name}: {inbound[level]} blocks inbound, bound {bound}"
             assert loaded[level] <= bound, f"{spec.name}: {loaded[level]} blocks outbound by loads, bound {bound}"
             assert written_out[level] <= bound, f"{spec.name}: {written_out[level]} blocks written out, bound {bound}"
@@ -699,7 +721,9 @@ class Bench:
             assert set(self.states(level)) <= {"FREE", "RESIDENT", "BAD"}
             credit = self.state.credits[level]
             assert (credit.jobs, credit.inbound, credit.outbound, credit.outbound_writes) == (0, 0, 0, 0)
-            assert (credit.held, credit.delayed, credit.lost_jobs) == (0, 0, 0)
+            assert (credit.held, credit.delayed, credit.lost_jobs, credit.shared) == (0, 0, 0, 0)
+        if self.planner.remote_writes is not None:
+            assert self.planner.remote_writes.is_idle and not self.planner.remote_writes.under_way
         assert not self.planner.loads.open and not self.planner.loads._queue
 
     def recovered(self) -> Recovered:

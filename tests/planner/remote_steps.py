@@ -30,6 +30,13 @@ class RemoteSteps(Steps):
             hint_blocks=rng.choice([20, 1000]),
             pool_threads=rng.choice([2, 8]),
             waiting_finds=rng.choice([1, 8]),
+            write=(write := rng.choice(["prefill", "prefill", "eviction", "never"])),
+            write_threads=0 if write == "never" else rng.choice([1, 2]),
+            queued_writes=rng.choice([2, 256]),
+            queued_write_blocks=rng.choice([5, 1000]),
+            min_blocks=rng.choice([0, 0, 3]),
+            max_position=rng.choice([None, None, 6]),
+            seed=rng.randrange(100),
         )
         self.bench = Bench(
             *levels, limits=rng.choice(LIMITS), policy=rng.choice(["lru", "reuse"]), remote=remote, **options
@@ -39,9 +46,12 @@ class RemoteSteps(Steps):
 
     def step(self, rng, trouble=True):
         self.rng = rng
-        kinds = rng.choice([OFTEN, ASKING, ASKING, SELDOM, [*RARE, "refuse", "hang"]] if trouble else [OFTEN, ASKING])
+        kinds = rng.choice(
+            [OFTEN, ASKING, ASKING, SELDOM, [*RARE, "refuse", "hang", "full", "flip"]] if trouble else [OFTEN, ASKING]
+        )
         getattr(self, rng.choice(kinds))()
         self.bench.take()
+        self.ever |= self.bench.shared
         self.bench.scribble()
         self.bench.check()
         self.check_charge()
@@ -95,6 +105,18 @@ class RemoteSteps(Steps):
     def refuse(self):
         if self.bench.finds:
             self.bench.answer(self.rng.choice(list(self.bench.finds)), self.rng.choice(["io", "deadline", "cancelled"]))
+
+    def full(self):
+        """A write under way is refused in part."""
+        writes = [job for job, running in self.bench.running.items() if running.shares]
+        if writes:
+            job = self.bench.running[self.rng.choice(writes)].job
+            ok = [self.rng.choice([True, False]) for _ in range(job.n)]
+            self.bench.deliver(job.id, ok, "" if all(ok) else "refused")
+
+    def flip(self):
+        """Somebody turns the key tier off, or on again."""
+        self.bench.switch(self.rng.choice([True, True, False]), self.rng.choice([True, True, False]))
 
     def hang(self):
         self.bench.hang_find(self.rng)

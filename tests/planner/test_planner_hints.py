@@ -392,7 +392,7 @@ def test_blocks_that_a_run_grows_by_have_no_hints_of_their_own():
 
 
 def test_a_write_of_which_some_blocks_failed_records_the_hints_of_the_others():
-    from tiercache.mover.mover import _chosen
+    from tiercache.mover.ledger import chosen_claims
 
     bench = Bench(dram(8), nvme(40), write_after_s=0.0)
     bench.stored("ab", ttl=10.0)
@@ -400,5 +400,5 @@ def test_a_write_of_which_some_blocks_failed_records_the_hints_of_the_others():
     bench.stored("abc", start=2, priority=7, ttl=90.0)
     bench.stored("abcd", start=3, ttl=50.0)
     claims = bench.planner.writes._claims(*_run(bench, "abcd")[:1], 0, 4, 1)
-    some = _chosen(claims, np.array([True, False, False, True]))
+    some = chosen_claims(claims, np.array([True, False, False, True]))
     assert some.hints["priority"].tolist() == [7, 0] and some.hints["expires"].tolist() == [1090.0, 1050.0]

@@ -162,12 +162,12 @@ def test_finds_that_fail_take_it_offline(reason):
     each.lookup(P), each.take()
     assert not each.finds
     each.now += 0.05
-    assert each.lookup(P).pending == 8
+    assert each.lookup(P).pending == 0, "nobody waits for a probe"
     each.lookup("q"), each.take()
-    assert len(each.finds) == 1, "one probe"
+    assert [job.n for job in each.finds.values()] == [1], "one probe, of one block"
     each.answer()
     assert each.state.breakers[-1].state == "closed"
-    assert each.lookup(P).remote == 8
+    assert each.asked(P).remote == 8
     each.finish()
 
 

@@ -123,19 +123,18 @@ class Proxy:
 
     def _past_faults(self, sink: socket.socket, chunk: bytearray) -> bytearray:
         """Send what comes before `hang_after` and `cut_after`, and let the fault happen; what is left of the chunk."""
-        if self.hang_after is not None:
-            first, chunk = chunk[: self.hang_after], chunk[self.hang_after :]
+        for name in ("hang_after", "cut_after"):
+            with self._lock:
+                left = getattr(self, name)
+                if left is None:
+                    continue
+                first, chunk = chunk[:left], chunk[left:]
+                setattr(self, name, left - len(first) or None)
             self._send(sink, first, "down")
-            self.hang_after -= len(first)
-            if self.hang_after == 0:
-                self.hang_after, self.hangs = None, True
-        if self.cut_after is not None:
-            first, chunk = chunk[: self.cut_after], chunk[self.cut_after :]
-            self._send(sink, first, "down")
-            self.cut_after -= len(first)
-            if self.cut_after == 0:
-                self.cut_after = None
+            if left == len(first) and name == "cut_after":
                 self.cut()
+            elif left == len(first):
+                self.hangs = True
         return chunk
 
     def _send(self, sink: socket.socket, chunk: bytearray, way: str) -> None:

@@ -9,14 +9,14 @@ import numpy as np
 
 from tiercache.checksum import checksums
 from tiercache.mover.job import OutsideRows, RunningJob
-from tiercache.mover.keyed import KeyedReads
+from tiercache.mover.keyed import KeyedJobs
 from tiercache.mover.ledger import BlockLedger
+from tiercache.mover.staging import Staging
 from tiercache.mover.stats import Counters
 from tiercache.tiers.base import Rows, SlotTier, contiguous_runs
-from tiercache.tiers.dram import map_rows
 from tiercache.types import CALLER, PROBE_S, Bools, CopyJob, Slots
 
-__all__ = ["Copier", "Staging"]
+__all__ = ["Copier"]
 
 IO_PART_MIN_NBYTES = 256 << 10
 IO_PART_MAX_NBYTES = 2 << 20
@@ -25,19 +25,6 @@ MEMORY_PART_MIN_NBYTES = 4 << 20
 """Less is copied sooner than a second thread wakes up."""
 MEMORY_PART_MAX_NBYTES = 16 << 20
 """Bounds how long a last copy may hold up a JobOverdue."""
-
-
-class Staging:
-    """One thread's aligned rows, mapped at first use: what a slow read fills and a last copy empties."""
-
-    def __init__(self) -> None:
-        self._rows: Rows | None = None
-
-    def rows(self, n: int, stride: int) -> Rows:
-        """Uint8 `[n, stride]`, page aligned; undefined contents, valid until the next call."""
-        if self._rows is None or len(self._rows) < n:
-            self._rows = map_rows(n, stride)
-        return self._rows[:n]
 
 
 class Copier:
@@ -49,7 +36,7 @@ class Copier:
         ledger: BlockLedger | None,
         counters: Counters,
         announce: Callable[[RunningJob], None],
-        keyed: KeyedReads | None = None,
+        keyed: KeyedJobs | None = None,
     ) -> None:
         self._tiers = tiers
         self._keyed = keyed
@@ -79,7 +66,7 @@ class Copier:
         running.prepare()
         started_at = time.monotonic()
         if job.symbols is not None:
-            self._from_keys(running, staging)
+            self._at_keys(running, staging)
         elif job.src_level == CALLER:
             self._from_caller(running, begin, end, staging)
         elif job.kind == "probe":
@@ -147,17 +134,38 @@ class Copier:
         elif good.any():
             self._into(running, begin, end, rows, good)
 
-    def _from_keys(self, running: RunningJob, staging: Staging) -> None:
-        """A whole job at the key tier. What it brings lands in staging, and is verified there."""
+    def _at_keys(self, running: RunningJob, staging: Staging) -> None:
+        """A whole job at the key tier. What it brings lands in staging, and is verified there; what it takes is sealed
+        in staging, so that a put that hangs reads nothing else."""
         if self._keyed is None:
             raise LookupError(f"job {running.job.id}: there is no key tier")
-        if running.job.kind == "find":
+        job = running.job
+        if job.kind == "find":
             running.ok[:] = self._keyed.find(running)
-            return
-        rows = staging.rows(running.job.n, self._keyed.value_nbytes)
-        good = self._keyed.read(running, rows)
-        if good.any():
-            self._into(running, 0, running.job.n, rows[:, : self._block_nbytes], good)
+        else:
+            rows = staging.rows(job.n, self._keyed.value_nbytes)
+            if job.kind == "write":
+                if self._slots_into_staging(running, rows) and not running.cancelled:
+                    running.ok[:] = self._keyed.write(running, rows)
+            else:
+                good = self._keyed.read(running, rows)
+                if good.any():
+                    self._into(running, 0, job.n, rows[:, : self._block_nbytes], good)
+                self._counters.add_level(running.level, removed=self._keyed.remove_wrong(running))
+        self._keyed.look_at_tier(running)
+
+    def _slots_into_staging(self, running: RunningJob, rows: Rows) -> bool:
+        """Copy a job's source, which is memory, into staging; at its JobOverdue nothing reads the slots any more."""
+        if running.enter_copy() is False:
+            return False
+        try:
+            arrived = self._tiers[running.job.src_level].read(running.job.src_slots, rows[:, : self._block_nbytes])
+        finally:
+            if running.leave_copy():
+                self._announce(running)
+        if not arrived.all():
+            running.fail("cancelled")  # no fault of the key tier
+        return bool(arrived.all())
 
     def _verified(self, running: RunningJob, begin: int, end: int, rows: Rows, arrived: Bools) -> Bools:
         """Which blocks are the ones asked for, payload and identity."""

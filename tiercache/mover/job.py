@@ -53,6 +53,8 @@ class RunningJob:
         self.delayed = job.start_after_s > 0
         self.ready_at = time.monotonic()
         self.started_at: float | None = None
+        self.pressure: float | None = None
+        """What a key tier said when it was written to."""
         self.ended = False
         self.cancelled = False
         self.broken = False
@@ -216,4 +218,13 @@ class RunningJob:
             arrived = int(self.ok.sum())
             reason = "" if arrived == self.job.n and not self.cancelled and not self.broken else self.reason
             nbytes = arrived * block_nbytes
-            return JobResult(self.job.id, self.ok, nbytes, seconds, reason=reason, bad=self.bad, waited_s=waited_s)
+            return JobResult(
+                self.job.id,
+                self.ok,
+                nbytes,
+                seconds,
+                reason=reason,
+                bad=self.bad,
+                waited_s=waited_s,
+                pressure=self.pressure,
+            )

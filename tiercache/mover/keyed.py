@@ -1,8 +1,10 @@
-"""What a pool's threads do at a key tier: ask it, and read from it into staging, verified. Trouble is a miss."""
+"""What a pool's threads do at a key tier: ask it, read from it into staging, verified, and write to it from staging,
+sealed. Trouble is a miss."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -10,15 +12,17 @@ import numpy as np
 
 from tiercache.keys import chain_keys
 from tiercache.mover.job import RunningJob
-from tiercache.remote import KeyTier, frame_nbytes, verified
+from tiercache.remote import KeyTier, frame_nbytes, seal_rows, verified
 from tiercache.tiers.base import Rows
 from tiercache.types import Bools, CopyJob
 
-__all__ = ["KeyTierSpec", "KeyedReads"]
+__all__ = ["KeyTierSpec", "KeyedJobs"]
 
 _CHAINS = 16
 """Prompts whose keys are kept: the jobs of one load share them."""
 _NO_DEADLINE_S = 3600.0
+_ASK_AGAIN_S = 1.0
+"""Between two questions about the tier itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +33,10 @@ class KeyTierSpec:
     namespace_digest: bytes
     symbol_nbytes: int
     threads: int = 8
+    write_threads: int = 0
 
 
-class KeyedReads:
+class KeyedJobs:
     """See the module. Safe to call from several threads."""
 
     def __init__(self, spec: KeyTierSpec, block_nbytes: int) -> None:
@@ -39,6 +44,12 @@ class KeyedReads:
         self._tier = spec.tier
         self._block_nbytes = block_nbytes
         self.value_nbytes = frame_nbytes(block_nbytes)
+        self.transport = "unknown"
+        """What the tier last said to have measured."""
+        self.endpoint = str(getattr(spec.tier, "endpoint", ""))
+        self._transport = getattr(spec.tier, "transport", None)
+        self._pressure = getattr(spec.tier, "pressure", None)
+        self._ask_at = {"pressure": 0.0, "transport": 0.0}
         self._chains: OrderedDict[tuple[bytes, bytes], list[bytes]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -56,15 +67,15 @@ class KeyedReads:
                 self._chains[name] = chain
                 if len(self._chains) > _CHAINS:
                     self._chains.popitem(last=False)
-        return [chain[at] for at in job.src_slots.tolist()]
+        return [chain[at] for at in job.positions.tolist()]
 
     def find(self, running: RunningJob) -> Bools:
         """Which blocks of a job the key tier says it has."""
         job = running.job
         try:
             return _per_key(self._tier.find(self.keys(job), job.deadline_s or _NO_DEADLINE_S), job.n)
-        except OSError:
-            running.fail("io")
+        except OSError as error:
+            running.fail(_reason(error))
             return np.zeros(job.n, dtype=np.bool_)
 
     def read(self, running: RunningJob, rows: Rows) -> Bools:
@@ -72,18 +83,76 @@ class KeyedReads:
         job = running.job
         try:
             came = _per_key(self._tier.get(self.keys(job), rows, job.deadline_s or _NO_DEADLINE_S), job.n)
-        except OSError:
-            running.fail("io")
+        except OSError as error:
+            running.fail(_reason(error))
             came = np.zeros(job.n, dtype=np.bool_)
         if running.cancelled or not came.any():
             running.fail("missing")
             return np.zeros(job.n, dtype=np.bool_)
         good: Bools = came & verified(rows, self._block_nbytes, job.idents)
-        if (came & ~good).any():
+        running.bad = came & ~good
+        if running.bad.any():
             running.fail("checksum")
         elif not came.all():
             running.fail("missing")
         return good
+
+    def write(self, running: RunningJob, rows: Rows) -> Bools:
+        """Seal a job's blocks, whose payload lies in `rows[n, value_nbytes]`, and put them there; which were taken."""
+        job = running.job
+        seal_rows(rows, self._block_nbytes, job.idents)
+        keys, left_s = self.keys(job), _left_s(running)
+        if left_s <= 0:
+            running.fail("deadline")
+            return np.zeros(job.n, dtype=np.bool_)
+        try:
+            taken = _per_key(self._tier.put(keys, rows, left_s), job.n)
+        except OSError as error:
+            running.fail(_reason(error))
+            return np.zeros(job.n, dtype=np.bool_)
+        if not taken.all():
+            running.fail("refused")
+        return taken
+
+    def remove_wrong(self, running: RunningJob) -> int:
+        """Remove the values of a job that were found wrong, so that the next write heals them. How many are gone."""
+        left_s = _left_s(running)
+        if not running.bad.any() or running.cancelled or left_s <= 0:
+            return 0
+        keys = [key for key, wrong in zip(self.keys(running.job), running.bad.tolist(), strict=True) if wrong]
+        try:
+            return int(_per_key(self._tier.remove(keys, left_s), len(keys)).sum())
+        except OSError:
+            return 0
+
+    def look_at_tier(self, running: RunningJob) -> None:
+        """Ask the tier about itself, at most once a second: what carries its bytes; by a write, how full it is."""
+        if self._transport is not None and self._is_time_for("transport"):
+            self.transport = str(self._transport())
+        if running.job.kind == "write" and self._pressure is not None and self._is_time_for("pressure"):
+            try:
+                pressure = self._pressure(max(0.0, _left_s(running)))
+            except OSError:
+                return
+            running.pressure = None if pressure is None else float(pressure)
+
+    def _is_time_for(self, what: str) -> bool:
+        now = time.monotonic()
+        with self._lock:
+            if now < self._ask_at[what]:
+                return False
+            self._ask_at[what] = now + _ASK_AGAIN_S
+            return True
+
+
+def _left_s(running: RunningJob) -> float:
+    """Seconds until the job's deadline."""
+    deadline_s = running.job.deadline_s
+    return _NO_DEADLINE_S if deadline_s is None else running.ready_at + deadline_s - time.monotonic()
+
+
+def _reason(error: OSError) -> str:
+    return "deadline" if isinstance(error, TimeoutError) else "io"
 
 
 def _per_key(answer: object, n: int) -> Bools:

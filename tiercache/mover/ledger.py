@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tiercache.types import Bools, Claims, Floats, Hints, Idents, Slots, Uses
 
-__all__ = ["BlockLedger", "Checksums", "MemoryLedger"]
+__all__ = ["BlockLedger", "Checksums", "MemoryLedger", "chosen_claims", "fail_orphans"]
 
 Checksums = NDArray[np.uint64]
 
@@ -116,3 +116,22 @@ class MemoryLedger:
     def close(self, clean: bool, wait_s: float) -> bool:
         """True: there are no files."""
         return True
+
+
+def chosen_claims(claims: Claims, ok: Bools) -> Claims:
+    """The claims of the blocks that arrived."""
+    if ok.all():
+        return claims
+    symbols = np.frombuffer(claims.symbols, dtype=np.uint8).reshape(len(ok), -1)[ok].tobytes()
+    hints = None if claims.hints is None else claims.hints[ok]
+    parents = claims.parent_slots[ok], claims.parent_idents[ok]
+    return Claims(*parents, symbols, claims.last_use[ok], claims.uses[ok], hints)
+
+
+def fail_orphans(ok: Bools, slots: Slots, parent_slots: Slots) -> None:
+    """Clear `ok` of blocks whose parent within the same job failed, and of theirs."""
+    while True:
+        orphans = ok & np.isin(parent_slots, slots[~ok])
+        if not orphans.any():
+            return
+        ok[orphans] = False

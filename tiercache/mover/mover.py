@@ -9,24 +9,22 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-import numpy as np
-
 from tiercache.config_remote import REMOTE_NAME
 from tiercache.errors import CacheClosedError, WorkerThreadError
 from tiercache.mover.clock import Clock
 from tiercache.mover.committer import Committer
-from tiercache.mover.copier import Copier, Staging
+from tiercache.mover.copier import Copier
 from tiercache.mover.job import OutsideRows, RunningJob
-from tiercache.mover.keyed import KeyedReads, KeyTierSpec
-from tiercache.mover.ledger import BlockLedger, MemoryLedger
+from tiercache.mover.keyed import KeyedJobs, KeyTierSpec
+from tiercache.mover.ledger import BlockLedger, MemoryLedger, chosen_claims, fail_orphans
 from tiercache.mover.pool import PoolQueue
+from tiercache.mover.staging import KeyedStaging, Staging
 from tiercache.mover.stats import Counters, MoverStats
 from tiercache.mover.threads import is_worker_thread, start_thread
+from tiercache.remote.guard import job_blocks
 from tiercache.tiers.base import SlotTier
 from tiercache.types import (
     CALLER,
-    Bools,
-    Claims,
     CopyJob,
     Expedite,
     Forget,
@@ -105,11 +103,12 @@ class Mover:
         self._closing = False
         self._closed = False
         self._abandoned = False
-        keyed = KeyedReads(keys, tiers[0].block_nbytes) if keys is not None else None
-        self._copier = Copier(tiers, self._ledger, self._counters, self._announce, keyed)
+        self._keys = keys
+        self.keyed = KeyedJobs(keys, tiers[0].block_nbytes) if keys is not None else None
+        self._copier = Copier(tiers, self._ledger, self._counters, self._announce, self.keyed)
         self._threads_of = [io_threads if tier.verifies else memory_threads for tier in tiers]
         if keys is not None:
-            self._threads_of.append(keys.threads)
+            self._threads_of.append(keys.threads + keys.write_threads)
         self._queues = [PoolQueue() for _ in names]
         self._committer: Committer | None = None
         self._threads: list[threading.Thread] = []
@@ -227,7 +226,7 @@ class Mover:
 
     def _work(self, level: int) -> None:
         queue = self._queues[level]
-        staging = Staging()
+        staging = self._staging(level)
         while (part := queue.next_part()) is not None:
             running, begin, end = part
             try:
@@ -237,6 +236,12 @@ class Mover:
             if running.end_part():
                 self._finish(running)
             del part, running  # an idle thread holds nobody's rows
+        staging.close()
+
+    def _staging(self, level: int) -> Staging:
+        if self._keys is None or level < len(self._tiers):
+            return Staging()
+        return KeyedStaging(self._keys.tier, job_blocks(self._tiers[0].block_nbytes))
 
     def _broke(self, running: RunningJob, error: Exception) -> None:
         _log.error("job %d failed unexpectedly", running.job.id, exc_info=error)
@@ -261,7 +266,7 @@ class Mover:
         elif job.claims is None:
             raise LookupError(f"job {job.id} writes to {self._tiers[job.dst_level].name!r} without claims")
         elif not running.ok.all():
-            _fail_orphans(running.ok, job.dst_slots, job.claims.parent_slots)
+            fail_orphans(running.ok, job.dst_slots, job.claims.parent_slots)
         with self._lock:  # against a NewEpoch in between
             if self._epoch is not None and job.epoch != self._epoch:
                 running.fail_all()
@@ -275,7 +280,7 @@ class Mover:
             if job.claims is not None and ok.any():
                 slots, idents = job.dst_slots[ok], job.idents[ok]
                 self._committer.hold(job.id, slots)
-                self._ledger.written(slots, idents, running.checksums[ok], _chosen(job.claims, ok))
+                self._ledger.written(slots, idents, running.checksums[ok], chosen_claims(job.claims, ok))
                 self._committer.record(slots[self._ledger.expected(slots)[0] == idents])
 
     def _give_up(self, running: RunningJob) -> None:
@@ -431,24 +436,6 @@ def _levels_of(running: RunningJob) -> set[int]:
     """The levels that a job's threads may still touch. One that hangs in a key tier touches its staging only."""
     job = running.job
     if job.symbols is not None:
-        return {job.dst_level, job.also_level} - {CALLER} if running.copying else set()
+        memory = {job.src_level} if job.kind == "write" else {job.dst_level, job.also_level} - {CALLER}
+        return memory if running.copying else set()
     return {job.src_level, job.dst_level, job.also_level} - {CALLER}
-
-
-def _chosen(claims: Claims, ok: Bools) -> Claims:
-    """The claims of the blocks that arrived."""
-    if ok.all():
-        return claims
-    symbols = np.frombuffer(claims.symbols, dtype=np.uint8).reshape(len(ok), -1)[ok].tobytes()
-    hints = None if claims.hints is None else claims.hints[ok]
-    parents = claims.parent_slots[ok], claims.parent_idents[ok]
-    return Claims(*parents, symbols, claims.last_use[ok], claims.uses[ok], hints)
-
-
-def _fail_orphans(ok: Bools, slots: Slots, parent_slots: Slots) -> None:
-    """Clear `ok` of blocks whose parent within the same job failed, and of theirs."""
-    while True:
-        orphans = ok & np.isin(parent_slots, slots[~ok])
-        if not orphans.any():
-            return
-        ok[orphans] = False

@@ -25,6 +25,8 @@ class LevelStats:
     """Blocks of this level's jobs that arrived; a job belongs to the slower of its two levels."""
     blocks_failed: int
     checksum_failures: int
+    removed: int
+    """Values of a key tier that were found wrong, and removed there."""
     io_errors: int
     overdue: int
     """Jobs that passed their deadline while running."""
@@ -62,6 +64,7 @@ class _Level:
     blocks_ok: int = 0
     blocks_failed: int = 0
     checksum_failures: int = 0
+    removed: int = 0
     io_errors: int = 0
     overdue: int = 0
     lost: int = 0

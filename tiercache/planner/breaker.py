@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["Breaker"]
+import random
+
+from tiercache.remote.guard import FIRST_BACKOFF_S, JITTER, LONGEST_BACKOFF_S, THRESHOLD
+
+__all__ = ["Breaker", "KeyTierBreaker"]
 
 
 class Breaker:
@@ -18,7 +22,7 @@ class Breaker:
         self.retry_at: float | None = None
         """None: closed."""
         self.probing = False
-        self._backoff_s = first_backoff_s
+        self.backoff_s = first_backoff_s
 
     @property
     def state(self) -> str:
@@ -41,7 +45,7 @@ class Breaker:
         self.failures = 0
         self.retry_at = None
         self.probing = False
-        self._backoff_s = self.first_backoff_s
+        self.backoff_s = self.first_backoff_s
 
     def failed(self, now: float) -> None:
         """A job failed or is overdue."""
@@ -51,12 +55,71 @@ class Breaker:
                 return
             self.trips += 1
         elif self.probing:
-            self._backoff_s = min(self._backoff_s * 2, self.longest_backoff_s)
+            self.backoff_s = min(self.backoff_s * 2, self.longest_backoff_s)
         else:
             return  # of a job that was under way when the level went offline: no news
         self.probing = False
-        self.retry_at = now + self._backoff_s
+        self.retry_at = now + self.backoff_s
 
     def undecided(self) -> None:
         """A job came back without telling anything of the level (cancelled, of an old epoch)."""
         self.probing = False
+
+
+class KeyTierBreaker(Breaker):
+    """A key tier's: while it is open no load and no write goes out, only a question that nobody waits for.
+
+    A question that was answered says nothing of deliveries: where these had failed too, the breaker closes on trial,
+    and the next failure opens it again for twice as long. It is also the kill switch (`enabled`).
+    """
+
+    def __init__(self, seed: int, enabled: bool = True) -> None:
+        """seed: of the jitter, so that caches which lost the same store do not come back together."""
+        super().__init__(THRESHOLD, FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
+        self.enabled = enabled
+        self._jitter = random.Random(seed)
+        self._on_trial = False
+        self._deliveries_failed = False
+
+    def allows(self, now: float) -> bool:
+        """May a load, a write, or a question that somebody waits for, go out?"""
+        return self.retry_at is None and self.enabled
+
+    def may_probe(self, now: float) -> bool:
+        """Is it time to ask whether it answers again?"""
+        return self.enabled and self.retry_at is not None and now >= self.retry_at and not self.probing
+
+    def started(self) -> None:
+        """A job was submitted: never a probe."""
+
+    def succeeded(self) -> None:
+        """A job delivered."""
+        super().succeeded()
+        self._on_trial = self._deliveries_failed = False
+
+    def answered(self) -> None:
+        """A question was answered."""
+        if not self._deliveries_failed:
+            self.succeeded()
+        elif self.retry_at is not None:
+            self.retry_at, self.probing = None, False
+            self.failures, self._on_trial = self.threshold - 1, True
+
+    def failed(self, now: float, *, delivery: bool = True, probe: bool = False) -> None:
+        """A job failed or is overdue."""
+        self.failures += 1
+        self._deliveries_failed |= delivery
+        if self.retry_at is None:
+            if self.failures < self.threshold:
+                return
+            self.trips += 1
+        elif not probe:
+            return  # it was under way when the level went offline: no news
+        if probe or self._on_trial:
+            self.backoff_s = min(self.backoff_s * 2, self.longest_backoff_s)
+        self.probing = self._on_trial = False
+        self.retry_at = now + self.backoff_s * (1 - JITTER * self._jitter.random())
+
+    def undecided(self, *, probe: bool = False) -> None:
+        """A job came back without telling anything of the level."""
+        self.probing &= not probe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -11,23 +11,33 @@ from tiercache.keys import INT32_MIN
 from tiercache.planner.finds import Finds
 from tiercache.planner.loads import Loads
 from tiercache.planner.quota import Quota
+from tiercache.planner.remote_writes import RemoteWrites
 from tiercache.planner.state import PlannerState
 from tiercache.slots import BAD, DETACHED, FREE, LOST, NO_OWNER, RESIDENT, WRITING, SlotState
-from tiercache.types import CALLER, Slots
+from tiercache.types import CALLER, CopyJob, Slots
 
 __all__ = ["check_state"]
 
 
-def check_state(state: PlannerState, loads: Loads, finds: Finds | None, quota: Quota | None) -> list[str]:
+def check_state(
+    state: PlannerState,
+    loads: Loads,
+    finds: Finds | None,
+    quota: Quota | None,
+    remote_writes: RemoteWrites | None = None,
+) -> list[str]:
     """Every broken rule found: slots, pins, tree, residency, credits, charges. The caller has filed all stale nodes."""
     broken: list[str] = []
     broken += _check_slots(state)
     broken += _check_fillers(state)
-    broken += _check_pins(state, loads)
+    sent = [] if remote_writes is None else [each for each in remote_writes.under_way.values() if not each.overdue]
+    broken += _check_pins(state, loads, [each.job for each in sent])
     broken += _check_tree(state)
     broken += _check_residency(state)
     broken += _check_credits(state, loads, finds)
     broken += _check_charges(state, quota)
+    if finds is not None and remote_writes is not None:
+        broken += _check_key_tier(state, finds, remote_writes)
     return broken
 
 
@@ -80,7 +90,7 @@ def _check_fillers(state: PlannerState) -> Iterator[str]:
         yield f"{int((expected != state.filler).sum())} slots of the first level name a wrong job as their filler"
 
 
-def _ends(state: PlannerState, loads: Loads) -> Iterator[tuple[int, Slots]]:
+def _ends(state: PlannerState, loads: Loads, shared: Sequence[CopyJob]) -> Iterator[tuple[int, Slots]]:
     """Everything that should hold a pin."""
     for flight in state.jobs.values():
         yield from state.ends(flight.job)
@@ -93,11 +103,13 @@ def _ends(state: PlannerState, loads: Loads) -> Iterator[tuple[int, Slots]]:
             if segment.also is not None:
                 yield segment.also[0], segment.also[1][segment.also[1] >= 0]
     yield from state.pinned
+    for job in shared:
+        yield job.src_level, job.src_slots
 
 
-def _check_pins(state: PlannerState, loads: Loads) -> Iterator[str]:
+def _check_pins(state: PlannerState, loads: Loads, shared: Sequence[CopyJob]) -> Iterator[str]:
     expected = [np.zeros(spec.capacity, dtype=np.int32) for spec in state.specs]
-    for level, slots in _ends(state, loads):
+    for level, slots in _ends(state, loads, shared):
         np.add.at(expected[level], slots, 1)
     for level, table in enumerate(state.residency.tables):
         if (expected[level] != table.pins).any():
@@ -209,6 +221,29 @@ def _check_credits(state: PlannerState, loads: Loads, finds: Finds | None) -> It
         if found_blocks != right_blocks:
             wrong = f"credits {found_blocks}, in flight {right_blocks} (blocks in, out, of these written, held)"
             yield f"{names[level]}: {wrong}"
+
+
+def _check_key_tier(state: PlannerState, finds: Finds, writes: RemoteWrites) -> Iterator[str]:
+    """What waits to be written is counted and bounded, and so is what is under way there."""
+    waiting = sum(run.left for run in writes.runs)
+    if waiting != writes.waiting_blocks or any(run.left <= 0 for run in writes.runs):
+        yield f"remote: {writes.waiting_blocks} blocks are counted as waiting to be written, {waiting} are"
+    most = writes.limits.queued_writes + 1, writes.limits.queued_write_blocks
+    if len(writes.runs) > most[0] or waiting > most[1]:
+        yield f"remote: {len(writes.runs)} runs of {waiting} blocks wait to be written, {most} may"
+    if len(writes.under_way) > writes.limits.write_threads:
+        yield f"remote: {len(writes.under_way)} writes, {writes.limits.write_threads} threads"
+    sent = [each.job for each in writes.under_way.values() if not each.overdue]
+    others = len(sent) + sum(not find.overdue for find in finds.under_way.values())
+    if others != state.credits[-1].others:
+        yield f"remote: {state.credits[-1].others} finds and writes are counted, {others} are under way"
+    for level, spec in enumerate(state.specs):
+        shared = sum(job.n for job in sent if job.src_level == level)
+        if shared != state.credits[level].shared:
+            yield f"{spec.name}: {state.credits[level].shared} blocks are counted as being shared, {shared} are"
+    probes = sum(find.probe and not find.overdue for find in finds.under_way.values())
+    if probes < state.key_breaker.probing:
+        yield f"remote: {probes} probes are under way, its breaker is {state.key_breaker.state}"
 
 
 def _lengths(node: Node) -> set[int]:

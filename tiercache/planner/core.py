@@ -27,6 +27,7 @@ from tiercache.planner.pins import Pins
 from tiercache.planner.quota import Quota
 from tiercache.planner.reach import reach, reach_further
 from tiercache.planner.recovery import restore
+from tiercache.planner.remote_writes import RemoteWrites
 from tiercache.planner.results import Outcome, Results
 from tiercache.planner.room import Room
 from tiercache.planner.state import Limits, PlannerState, RemoteLimits
@@ -118,7 +119,9 @@ class Planner:
         self.stores = Stores(self.state, self.demotion, self.quota)
         self.hinting = Hinting(self.state, self.demotion)
         self.pins = Pins(self.state)
-        self.results = Results(self.state, self.loads, self.demotion, self.finds)
+        finds = self.finds
+        self.remote_writes = RemoteWrites(self.state, finds, self.demotion, finds.limits) if finds is not None else None
+        self.results = Results(self.state, self.loads, self.demotion, self.finds, self.remote_writes)
         self.offers = Offers(self.state, measures)
 
     @property
@@ -135,7 +138,8 @@ class Planner:
 
     def begins(self, first: bytes) -> bool:
         """Does any cached prompt begin with this symbol, or may one do so elsewhere?"""
-        return first in self.state.residency.index.root.children or self.finds is not None
+        children, state = self.state.residency.index.root.children, self.state
+        return first in children or (self.finds is not None and state.key_breaker.allows(state.now))
 
     def lookup(
         self, symbols: bytes, n: int, now: float, tail: bytes = b"", again: bool = False, block_s: float = 0.0
@@ -151,7 +155,8 @@ class Planner:
         walk = self._alive(whole := residency.index.walk(symbols, n, tail))
         blocks, pending, by_level, load_s, withheld = reach(state, self.offers, walk.path, block_s)
         remote = 0
-        if blocks < n and self.finds is not None and not withheld and walk.blocks == whole.blocks:
+        goes_on = blocks < n and not withheld and walk.blocks == whole.blocks
+        if goes_on and self.finds is not None and self.finds.takes_part(symbols, walk.blocks, n):
             blocks, pending, by_level, remote = reach_further(self.state, self.loads, self.finds, walk, symbols, n)
             remote, blocks, load_s = self.finds.worth(remote, blocks, load_s, block_s)
         if not again:
@@ -267,6 +272,10 @@ class Planner:
         if self.finds is not None:
             self.finds.fail_offline()
             self.finds.pump()
+        if self.remote_writes is not None:
+            self.remote_writes.fail_offline()
+            self.remote_writes.look_ahead()
+            self.remote_writes.pump()
 
     def drain(self, now: float) -> int:
         """Queue everything that the last level lacks, most reusable first, and start all delayed writes.
@@ -324,6 +333,8 @@ class Planner:
         ended = self.loads.end_all()
         if self.finds is not None:
             self.finds.new_epoch()
+        if self.remote_writes is not None:
+            self.remote_writes.new_epoch()
         for level, table in enumerate(state.residency.tables):
             state.counters[level].detached += len(table.clear())
         state.residency.forget_tree()
@@ -334,6 +345,17 @@ class Planner:
         state.epoch = epoch
         state.root_ident = root_ident(self._namespace_digest, epoch)
         state.outbox.append(NewEpoch(epoch))
+        return ended
+
+    def switch_remote(self, enabled: bool, stores: bool, now: float) -> list[Load]:
+        """The kill switch of the key tier: without it nothing is asked for, fetched or written there, without `stores`
+        nothing written; what runs ends by its deadline. Returns loads that end by it."""
+        if self.remote_writes is None:
+            return []
+        self._begin(now)
+        self.state.key_breaker.enabled, self.remote_writes.enabled = enabled, stores
+        ended = self.loads.fail_offline()
+        self._pump()
         return ended
 
     # -- what the mover says ------------------------------------------------------------------------------------
@@ -422,7 +444,7 @@ class Planner:
     def check(self) -> list[str]:
         """Every broken rule found, empty where all is well. O(everything); mutates nothing."""
         self.victims.refile(len(self.levels) - 1)
-        return [*check_state(self.state, self.loads, self.finds, self.quota), *self.victims.check()]
+        return [*check_state(self.state, self.loads, self.finds, self.quota, self.remote_writes), *self.victims.check()]
 
     def level_counters(self) -> list[LevelCounters]:
         """Live counters per level."""

@@ -86,5 +86,15 @@ class RemoteCounters:
     """Arrived, and verified."""
     missing: int = 0
     """Asked for by a load, and not there, or not in time."""
+    writes: int = 0
+    """Jobs that write."""
+    write_blocks_queued: int = 0
+    written: int = 0
+    """Taken by it."""
+    writes_refused: int = 0
+    """Not taken: it is full."""
+    writes_dropped: dict[str, int] = field(default_factory=dict)
+    """By reason: "full" (the queue), "gone" (left memory before its turn), "known" (it has them), "failed", "deadline",
+    "behind" (of a run of which something was not taken), "offline", "off", "stale" (of an earlier epoch), ..."""
     wrong: int = 0
     """Of jobs in which a block was not what it should be, those that did not arrive."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -49,6 +50,8 @@ class Demotion:
         self.victims = victims
         self.room = room
         self.writes = writes
+        self.leaving: Callable[[int, Node, int], None] | None = None
+        """Is told (level, run, end) of blocks that were chosen to be copied down, before they are."""
         self._stores = 0
         self._sizes = RecentMax(_REMEMBERED_STORES)
         self._shortfalls = [RecentMax(_REMEMBERED_STORES) for _ in state.specs]
@@ -85,18 +88,23 @@ class Demotion:
         self._stores += 1
         self._sizes.note(self._stores, blocks)
 
+    def largest_store(self) -> int:
+        """Blocks of the largest recent store."""
+        return self._sizes.largest(self._stores)
+
     def watermark(self, level: int) -> int:
         """Slots that should be free, or be free on demand, before the next store: 1 % of them or the largest recent
         store, the smaller, and what recent requests lacked; at most half."""
         capacity = self.state.specs[level].capacity
-        base = max(1, min(capacity // 100, self._sizes.largest(self._stores)))
+        base = max(1, min(capacity // 100, self.largest_store()))
         return min(base + self._shortfalls[level].largest(self._stores), max(1, capacity // 2))
 
     def tend(self) -> None:
         """Copy the coldest blocks down where too few slots could be freed on demand."""
+        last = len(self.state.specs) - 1
         if self.state.write_limit is not None:
-            self.state.write_limit.note(self.state.residency.tables[0].taken, self.state.counters[-1])
-        for level in range(len(self.state.specs) - 1):
+            self.state.write_limit.note(self.state.residency.tables[0].taken, self.state.counters[last])
+        for level in range(last):
             taken = self.state.residency.tables[level].taken
             counted_at, spare = self._spare[level]
             if taken - counted_at < spare or self.state.level_below(level) is None:
@@ -154,6 +162,8 @@ class Demotion:
 
     def _copy(self, level: int, node: Node, begin: int, end: int, drop: bool) -> Planned:
         """`Writes.plan`; where the level below has no room, room is made there first. Reasons: without "room"."""
+        if self.leaving is not None:
+            self.leaving(level, node, end)
         planned, target = self.writes.plan(node, begin, end, level), self.state.level_below(level)
         if planned.reason != "room" or target is None:
             return planned

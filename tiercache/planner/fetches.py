@@ -11,12 +11,10 @@ from tiercache.keys import chain_idents
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.quota import CHARGE, Quota
 from tiercache.planner.state import PlannerState
+from tiercache.remote.guard import JOB_NBYTES
 from tiercache.types import Idents, Slots
 
 __all__ = ["JOB_NBYTES", "Fetches", "source_slots"]
-
-JOB_NBYTES = 16 << 20
-"""What one job reads from a key tier at most, unless that is less than a block."""
 
 
 class Fetches:

@@ -34,6 +34,8 @@ class Find:
     overdue: bool = False
     stale: bool = False
     """The epoch changed under it."""
+    probe: bool = False
+    """Asked to see whether it answers at all; nobody waits for it."""
 
 
 class Finds:
@@ -43,6 +45,8 @@ class Finds:
         self.state = state
         self.limits = limits
         self.level = len(state.specs)
+        self.most = 1 << 60 if limits.max_position is None else limits.max_position
+        """Blocks of a prompt that may take part."""
         self.hints = Hints(state.residency.width, limits.hint_blocks)
         self.counters = RemoteCounters()
         self.under_way: dict[int, Find] = {}
@@ -56,19 +60,43 @@ class Finds:
         """Finds that wait for a thread."""
         return len(self._waiting)
 
+    def takes_part(self, symbols: bytes, begin: int, n: int) -> bool:
+        """May blocks of a prompt from `begin` on come from here? Where it was given up a while ago, asks whether it
+        answers again."""
+        if begin >= self.most or n < self.limits.min_blocks:
+            return False
+        if self.state.online(self.level):
+            return True
+        self.probe(symbols, begin)
+        return False
+
+    def probe(self, symbols: bytes, at: int) -> None:
+        """Ask for one block, where the key tier was given up, its back-off is over, and nobody asks yet. Nobody waits
+        for the answer. (`symbols`: at least to that block.)"""
+        breaker = self.state.key_breaker
+        if breaker.may_probe(self.state.now) and self.state.has_threads(self.level):
+            breaker.probing = True
+            self._send(Find(symbols[: (at + 1) * self.state.residency.width], at, at + 1, probe=True))
+
     def known(self, symbols: bytes, begin: int, n: int) -> int:
         """How many blocks of a prompt from `begin` on a load may ask for. Asks nothing."""
-        return self.hints.known(symbols, begin, n, self.state.now).there if self.state.online(self.level) else 0
+        if not self.state.online(self.level):
+            return 0
+        there = self.hints.known(symbols, begin, min(n, self.most), self.state.now).there
+        return there if begin + there >= self.limits.min_blocks else 0
 
     def look(self, symbols: bytes, begin: int, n: int) -> tuple[int, int]:
         """How many blocks of a prompt from `begin` on should be there, and how many after these are asked for; asks for
         those of which nothing is known."""
-        if not self.state.online(self.level):
+        n = min(n, self.most)
+        if not self.state.online(self.level) or begin >= n:
             return 0, 0
         there, asked, missing = self.hints.known(symbols, begin, n, self.state.now)
         at = begin + there + asked
         if at < n and not missing and self._ask(symbols, at, n):
             asked += n - at
+        if begin + there < self.limits.min_blocks:
+            return 0, (there + asked if asked else 0)
         return there, asked
 
     def _ask(self, symbols: bytes, begin: int, end: int) -> bool:
@@ -86,52 +114,56 @@ class Finds:
         state = self.state
         while (
             self._waiting
-            and len(self.under_way) - self._overdue < state.most_jobs(self.level)
+            and state.takes_another(self.level, len(self.under_way) - self._overdue)
             and state.online(self.level)
         ):
-            find = self._waiting.popleft()
-            n = find.end - find.begin
-            job = CopyJob(
-                id=next(state.ids),
-                kind="find",
-                epoch=state.epoch,
-                src_level=self.level,
-                src_slots=counting(find.begin, find.end),
-                dst_level=CALLER,
-                dst_slots=_NO_SLOTS,
-                idents=np.zeros(n, dtype=np.uint64),
-                deadline_s=self.limits.find_deadline_s,
-                symbols=find.symbols,
-            )
-            self.under_way[job.id] = find
-            self.counters.finds += 1
-            self.counters.blocks_asked += n
-            state.breakers[self.level].started()
-            state.outbox.append(job)
+            self._send(self._waiting.popleft())
+
+    def _send(self, find: Find) -> None:
+        state, n = self.state, find.end - find.begin
+        job = CopyJob(
+            id=next(state.ids),
+            kind="find",
+            epoch=state.epoch,
+            src_level=self.level,
+            src_slots=counting(find.begin, find.end),
+            dst_level=CALLER,
+            dst_slots=_NO_SLOTS,
+            idents=np.zeros(n, dtype=np.uint64),
+            deadline_s=self.limits.find_deadline_s,
+            symbols=find.symbols,
+        )
+        self.under_way[job.id] = find
+        state.credits[self.level].others += 1
+        self.counters.finds += 1
+        self.counters.blocks_asked += n
+        state.outbox.append(job)
 
     def take(self, message: JobResult | JobOverdue) -> None:
         """The mover says what became of one of these."""
         find = self.under_way[message.job]
-        state, breaker = self.state, self.state.breakers[self.level]
+        state, breaker, credit = self.state, self.state.key_breaker, self.state.credits[self.level]
         if isinstance(message, JobOverdue):
             find.overdue = True
             self._overdue += 1
-            state.credits[self.level].lost_jobs += 1
+            credit.lost_jobs += 1
+            credit.others -= 1
             state.counters[self.level].overdue_jobs += 1
-            breaker.failed(state.now)
+            breaker.failed(state.now, delivery=False, probe=find.probe)
             self._failed(find)
             return
         del self.under_way[message.job]
         if find.overdue:
             self._overdue -= 1
-            state.credits[self.level].lost_jobs -= 1
+            credit.lost_jobs -= 1
             return
+        credit.others -= 1
         if message.reason in ("io", "deadline"):
-            breaker.failed(state.now)
+            breaker.failed(state.now, delivery=False, probe=find.probe)
         elif message.reason:
-            breaker.undecided()
-        elif breaker.retry_at is not None:  # it answers again; that loads fail is not forgotten for an answer
-            breaker.succeeded()
+            breaker.undecided(probe=find.probe)
+        else:
+            breaker.answered()
         if message.reason:
             self._failed(find)
         elif not find.stale:
@@ -145,7 +177,7 @@ class Finds:
 
     def _failed(self, find: Find) -> None:
         self.counters.finds_failed += 1
-        if not find.stale:
+        if not (find.stale or find.probe):
             self._end(find, find.begin)
 
     def _end(self, find: Find, at: int) -> None:

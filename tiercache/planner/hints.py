@@ -10,9 +10,11 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiercache.arrays import first_false
 from tiercache.index import Node, PrefixIndex
+from tiercache.types import Bools
 
 __all__ = ["ASKED", "MISSING", "THERE", "UNKNOWN", "Hints", "Known"]
 
@@ -61,6 +63,14 @@ class Hints:
         asked = first_false((states[there:] == ASKED) | (states[there:] == THERE))
         at = there + asked
         return Known(there, asked, at < len(states) and int(states[at]) == MISSING)
+
+    def there(self, symbols: bytes, positions: NDArray[np.int32], now: float) -> Bools:
+        """Which blocks at these (ascending) positions of a prompt a key tier should have. Mutates nothing."""
+        end = int(positions[-1]) + 1
+        known = np.zeros(end, dtype=np.bool_)
+        for node, take in self._index.walk(symbols, min(end, len(symbols) // self._width)).path:
+            known[node.depth : node.depth + take] = (node.uses[:take] == THERE) & (node.last_use[:take] > now)
+        return np.asarray(known[positions])
 
     def note(self, symbols: bytes, begin: int, end: int, state: int, until: float) -> None:
         """Blocks `[begin, end)` of a prompt are in this state until then."""

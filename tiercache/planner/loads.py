@@ -283,7 +283,8 @@ class Loads:
             room = state.outbound_room(level) if way == "out" else state.inbound_room(level)
             if room < blocks:
                 short.add((way, level))
-        if state.credits[segment.source].jobs >= state.most_jobs(segment.source) or not state.online(segment.source):
+        jobs, source = state.credits[segment.source].jobs, segment.source
+        if not (state.takes_another(source, jobs) and state.online(source)):
             short.add(("out", segment.source))
         return short
 

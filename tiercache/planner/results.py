@@ -11,6 +11,7 @@ from tiercache.index import Node
 from tiercache.planner.demotion import Demotion
 from tiercache.planner.finds import Finds
 from tiercache.planner.loads import Load, Loads
+from tiercache.planner.remote_writes import RemoteWrites
 from tiercache.planner.state import Flight, PlannerState
 from tiercache.slots import BAD, RESIDENT, WRITING
 from tiercache.types import CALLER, Bools, JobOverdue, JobResult, LostClaims, PlannerMessage, Slots
@@ -33,8 +34,16 @@ class Outcome:
 class Results:
     """See the module. Mutates slots, tree, jobs, counters, breakers."""
 
-    def __init__(self, state: PlannerState, loads: Loads, demotion: Demotion, finds: Finds | None = None) -> None:
+    def __init__(
+        self,
+        state: PlannerState,
+        loads: Loads,
+        demotion: Demotion,
+        finds: Finds | None = None,
+        remote_writes: RemoteWrites | None = None,
+    ) -> None:
         self.state = state
+        self.remote_writes = remote_writes
         self.loads = loads
         self.finds = finds
         self.demotion = demotion
@@ -47,6 +56,9 @@ class Results:
             return Outcome()
         if self.finds is not None and message.job in self.finds.under_way:
             self.finds.take(message)
+            return Outcome(job=message.job)
+        if self.remote_writes is not None and message.job in self.remote_writes.under_way:
+            self.remote_writes.take(message)
             return Outcome(job=message.job)
         flight = self.state.jobs[message.job]
         return self._overdue(flight) if isinstance(message, JobOverdue) else self._result(flight, message)
@@ -65,6 +77,8 @@ class Results:
         state.finish(flight)
         if self.finds is not None and not flight.overdue:
             self.finds.fetched(flight, result.ok, result.reason)
+        if self.remote_writes is not None and job.symbols is not None and not flight.stale:
+            self.remote_writes.came(job.idents[ok])
         if job.kind in ("load", "probe") and job.symbols is None and not flight.overdue:
             self._after_load(flight, result)
         elif job.kind == "store" and not flight.stale:
@@ -139,6 +153,8 @@ class Results:
     def _after_store(self, slots: Slots) -> None:
         """Blocks that just became resident are written below, now or later."""
         state = self.state
+        if self.remote_writes is not None:
+            self.remote_writes.stored(slots)
         if state.is_last(0) or not state.specs[-1].persistent:
             return
         if state.any_cold:

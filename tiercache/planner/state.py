@@ -14,9 +14,10 @@ from tiercache.arrays import as_index, present
 from tiercache.config import EXCLUSIVE_BELOW
 from tiercache.index import Node
 from tiercache.planner.backlog import Backlog
-from tiercache.planner.breaker import Breaker
+from tiercache.planner.breaker import Breaker, KeyTierBreaker
 from tiercache.planner.cost import WRITES_AHEAD_NBYTES, LevelCost
 from tiercache.planner.counters import LevelCounters, PlannerCounters
+from tiercache.planner.limits import Credits, Limits, RemoteLimits
 from tiercache.planner.write_limit import WriteLimit
 from tiercache.policy import Policy
 from tiercache.residency import Residency
@@ -36,80 +37,6 @@ from tiercache.types import (
 )
 
 __all__ = ["Credits", "Flight", "Limits", "PlannerState", "RemoteLimits"]
-
-
-LOAD_JOB_NBYTES = 64 << 20
-"""What one job reads from a disk at most, unless that is less than 64 blocks: a fraction of its deadline's worth."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds that the planner counts, per level unless said otherwise."""
-
-    jobs: int = 64
-    job_blocks: int = 64
-    """A demotion of more blocks is split into jobs of this many; for loads see `load_job_blocks`."""
-    queued_loads: int = 256
-    read_deadline_s: float | None = 5.0
-    write_deadline_s: float | None = 30.0
-    copy_deadline_s: float | None = 30.0
-    """Of copies between memory levels and the caller."""
-
-    def in_flight_blocks(self, capacity: int) -> int:
-        """Blocks of one level under copy in one direction (out of it: by loads, and by writes): a quarter of its slots,
-        but at least one job's worth."""
-        return max(capacity // 4, min(capacity, self.job_blocks))
-
-    def load_job_blocks(self, ends: Sequence[LevelSpec]) -> int:
-        """Blocks of one job of a load between these levels (the caller is none): up to eight times `job_blocks` within
-        memory, as many as 64 MiB from a disk, for a job costs as much as copying a block or two. Two such jobs fit into
-        what may be in flight at either end."""
-        room = min(self.in_flight_blocks(spec.capacity) // 2 for spec in ends)
-        if any(spec.persistent for spec in ends):
-            room = min(room, LOAD_JOB_NBYTES // ends[0].block_nbytes)
-        return max(self.job_blocks, min(8 * self.job_blocks, room))
-
-    def held_blocks(self, capacity: int) -> int:
-        """Blocks of one level that loads and pins may hold: half of its slots, at least one."""
-        return max(1, capacity // 2)
-
-    def delayed_blocks(self, capacity: int) -> int:
-        """Blocks of one level that delayed writes may hold: half of its slots."""
-        return capacity // 2
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteLimits:
-    """What the planner must know of a key tier; see `config_remote.Remote`."""
-
-    quota: float = 0.2
-    find_deadline_s: float | None = 1.0
-    read_deadline_s: float | None = 1.0
-    hint_s: float = 30.0
-    missing_s: float = 2.0
-    hint_blocks: int = 1 << 18
-    pool_threads: int = 8
-    waiting_finds: int = 64
-
-
-@dataclass(slots=True)
-class Credits:
-    """What is in flight at one level."""
-
-    jobs: int = 0
-    inbound: int = 0
-    outbound: int = 0
-    outbound_writes: int = 0
-    """Of `outbound`, blocks being copied down."""
-    held: int = 0
-    """Blocks that loads, Loaded and explicit pins hold, each counted once."""
-    queued: int = 0
-    """Blocks that loads are yet to submit a job for."""
-    delayed: int = 0
-    """Source blocks of jobs that wait for `write_after`, or were told not to wait."""
-    hastened: int = 0
-    """Of `delayed`, those that were told not to wait."""
-    lost_jobs: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -160,6 +87,8 @@ class PlannerState:
     filler: NDArray[np.int64] = field(init=False)
     """Per slot of level 0 the job that fills it, 0: none."""
     breakers: list[Breaker] = field(init=False)
+    key_breaker: KeyTierBreaker = field(init=False)
+    """The last of `breakers`, where there is a key tier."""
     holds: list[NDArray[np.int32]] = field(init=False)
     """Per level and slot: how many loads, Loaded and explicit pins hold it."""
     credits: list[Credits] = field(init=False)
@@ -189,7 +118,7 @@ class PlannerState:
         self.write_limit = None if limit is None else WriteLimit(limit, self.residency.specs[-1].capacity)
         self.delayed = [{} for _ in range(n)]
         if self.remote is not None:
-            self.breakers[-1] = Breaker(first_backoff_s=0.05, longest_backoff_s=5.0)
+            self.breakers[-1] = self.key_breaker = KeyTierBreaker(self.remote.seed, self.remote.enabled)
 
     @property
     def specs(self) -> Sequence[LevelSpec]:
@@ -200,13 +129,14 @@ class PlannerState:
 
     def online(self, level: int) -> bool:
         """May jobs use this level now?"""
-        return self._has_threads(level) and self.breakers[level].allows(self.now)
+        return self.has_threads(level) and self.breakers[level].allows(self.now)
 
     def is_given_up(self, level: int) -> bool:
         """Is it offline, and nothing under way that could soon tell otherwise?"""
-        return not (self.online(level) or (self._has_threads(level) and self.breakers[level].probing))
+        return not (self.online(level) or (self.has_threads(level) and self.breakers[level].probing))
 
-    def _has_threads(self, level: int) -> bool:
+    def has_threads(self, level: int) -> bool:
+        """Are so few of its threads lost that it may go on?"""
         return self.credits[level].lost_jobs < max(1, self._threads_of(level) - 1)
 
     def _threads_of(self, level: int) -> int:
@@ -220,6 +150,24 @@ class PlannerState:
         if level < len(self.specs):
             return self.limits.jobs
         return max(1, min(self._threads_of(level) // 2, self._threads_of(level) - self.credits[level].lost_jobs))
+
+    def takes_another(self, level: int, jobs: int) -> bool:
+        """May one more job go to a level that has so many of its kind in flight?"""
+        return jobs < self.most_jobs(level) and (level < len(self.specs) or self.key_room() > 0)
+
+    def key_room(self) -> int:
+        """How many more jobs of any kind may go to the key tier: where the last ones failed only so many that no more
+        time-outs are waited for than it takes to give it up."""
+        breaker, credit = self.key_breaker, self.credits[-1]
+        if not breaker.failures:
+            return 1 << 30
+        return breaker.threshold - breaker.failures - credit.jobs - credit.others
+
+    def share_room(self, level: int) -> int:
+        """How many more blocks of a level may be on their way to a key tier: half of what loads, or other writes, may
+        copy out of it. They hold up neither."""
+        most = max(1, self.limits.in_flight_blocks(self.specs[level].capacity) // 2)
+        return max(0, most - self.credits[level].shared)
 
     def online_levels(self) -> list[bool]:
         """`online` of every level."""

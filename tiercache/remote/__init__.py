@@ -8,7 +8,7 @@ from tiercache.remote.base import (
     RegistersMemory,
     TellsPressure,
 )
-from tiercache.remote.frame import frame_nbytes, seal, verified
+from tiercache.remote.frame import frame_nbytes, seal, seal_rows, verified
 
 __all__ = [
     "KEY_NBYTES",
@@ -19,5 +19,6 @@ __all__ = [
     "TellsPressure",
     "frame_nbytes",
     "seal",
+    "seal_rows",
     "verified",
 ]

@@ -14,7 +14,7 @@ from tiercache.checksum import checksums
 from tiercache.remote.base import Values
 from tiercache.types import Bools, Idents
 
-__all__ = ["FORMAT", "TRAILER", "frame_nbytes", "seal", "verified"]
+__all__ = ["FORMAT", "TRAILER", "frame_nbytes", "seal", "seal_rows", "verified"]
 
 FORMAT = b"tcblock1"
 """Another layout of the frame gets another one, and is a miss to a reader that does not know it."""
@@ -30,6 +30,12 @@ def seal(blocks: Values, block_nbytes: int, idents: Idents) -> Values:
     """Values `[n, frame_nbytes]` of n blocks (`blocks[n, >= block_nbytes]`), for `KeyTier.put`. Copies."""
     rows = np.empty((len(idents), frame_nbytes(block_nbytes)), dtype=np.uint8)
     rows[:, :block_nbytes] = blocks[:, :block_nbytes]
+    return seal_rows(rows, block_nbytes, idents)
+
+
+def seal_rows(rows: Values, block_nbytes: int, idents: Idents) -> Values:
+    """Give blocks that lie in `rows[n, frame_nbytes]` already their trailers, in place. The checksum is of what lies
+    there now. Returns the rows."""
     trailers = np.empty(len(idents), dtype=TRAILER)
     trailers["format"] = FORMAT
     trailers["nbytes"] = block_nbytes

@@ -32,15 +32,15 @@ __all__ = ["MooncakeClient", "load_library"]
 _log = logging.getLogger("tiercache")
 
 _ENVIRONMENT = {
-    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "1",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",
     "MC_RPC_TIMEOUT_MS": "3000",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-    "GLOG_minloglevel": "2",
+    "GLOG_minloglevel": "3",
 }
-"""Unless they are set. A transfer without progress is given up, its connection closed, after 2 s: Mooncake's own 30 let
+"""Unless they are set. A transfer without progress is given up, its connection closed, after 1 s: Mooncake's own 30 let
 it run into the limit of 60, and a transfer that ran into that may write later. A master that hangs is given up after
-3 s instead of 60. Of Mooncake's own log only errors are kept."""
+3 s instead of 60. Mooncake logs several lines per key that fails: none, for what fails is counted here."""
 _PROBE_S = 1.0
 """For the connection that shows whether a master answers."""
 _ATTENDED_S = 0.5

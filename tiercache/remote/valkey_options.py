@@ -39,8 +39,8 @@ class ValkeyOptions:
     check_hostname: bool = True
     ttl_s: float | None = None
     """Seconds after which the server forgets a block, counted from its last put; None: never by itself."""
-    connections: int = 8
-    """At most so many at a time."""
+    connections: int = 16
+    """At most so many at a time; a cache's threads use one each."""
 
     def __post_init__(self) -> None:
         """Check."""
@@ -96,7 +96,7 @@ class ValkeyOptions:
             key=option.get("key"),
             check_hostname=_switch("check_hostname", option.get("check_hostname", "yes")),
             ttl_s=_number("ttl_s", option["ttl_s"]) if "ttl_s" in option else None,
-            connections=_integer("option connections", option.get("connections", "8")),
+            connections=_integer("option connections", option.get("connections", "16")),
         )
 
 

@@ -27,6 +27,8 @@ __all__ = [
     "put_blocks",
 ]
 
+_OPTIONAL = ("register", "unregister", "pressure", "transport", "endpoint")
+
 KeyOp: TypeAlias = Literal["find", "get", "put", "remove"]
 
 
@@ -126,6 +128,20 @@ class MemoryKeyTier:
             self._closed = True
             self._values.clear()
 
+    @property
+    def endpoint(self) -> str:
+        """See `HasEndpoint`."""
+        return self.name
+
+    def pressure(self, deadline_s: float) -> float | None:
+        """See `TellsPressure`: the share of its capacity that is taken."""
+        with self._lock:
+            return len(self._values) / self.capacity
+
+    def transport(self) -> str:
+        """See `MeasuresTransport`."""
+        return "memory"
+
     def held(self) -> list[bytes]:
         """The keys, those used longest ago first."""
         with self._lock:
@@ -156,7 +172,7 @@ class MemoryKeyTier:
 
 
 class WrappedKeyTier:
-    """Passes everything to `inner`; subclasses come before each operation in `_before`."""
+    """Passes everything to `inner`, also what is optional; subclasses come before each operation in `_before`."""
 
     def __init__(self, inner: KeyTier) -> None:
         self.inner = inner
@@ -164,6 +180,11 @@ class WrappedKeyTier:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OPTIONAL:
+            return getattr(self.inner, name)
+        raise AttributeError(f"{type(self).__name__} has no {name}")
 
     def find(self, keys: Sequence[bytes], deadline_s: float) -> Bools:
         """See `KeyTier.find`."""

@@ -1,0 +1,1 @@
+"""Key tiers against the clients that they are made of."""
