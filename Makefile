@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo demo-vllm bench-vllm test browser test-slow test-vllm test-remote bench-remote soak campaign planted-faults bench bench-peers bench-report hit-ratios lint types wheel clean
+.PHONY: help demo demo-vllm bench-vllm test browser test-slow test-vllm test-remote bench-remote soak campaign planted-faults planted-faults-vllm bench bench-peers bench-report hit-ratios lint types wheel clean
 
 help:
 	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-report  docs/benchmarks.md and its pictures, from the newest results"
 	@echo "make hit-ratios  every policy on whole traces (../shared/traces, or ARGS='--traces DIR'): docs/policy.md"
 	@echo "make planted-faults  take each protection out on purpose: the tests must notice (minutes)"
+	@echo "make planted-faults-vllm  the same with the real vLLM (minutes)"
 	@echo "make lint       ruff: lint and format"
 	@echo "make types      mypy --strict"
 	@echo "make wheel      build the wheel and smoke-test it in a clean venv"
@@ -111,6 +112,9 @@ bench-vllm:
 
 planted-faults: $(VENV)/test.stamp
 	$(BIN)/python tests/planted/plant.py
+
+planted-faults-vllm:
+	python=$$($(PYTHON) tests/vllm/vllm_venv.py) && PYTHONPATH="$(CURDIR)" "$$python" tests/planted/plant.py --real-vllm $(ARGS)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

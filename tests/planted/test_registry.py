@@ -45,6 +45,12 @@ def test_the_tests_that_are_named_exist() -> None:
     assert missing == []
 
 
+def test_tests_with_a_real_vllm_are_named_as_such() -> None:
+    real = {test: fault.name for fault in FAULTS for test in fault.real}
+    assert len(real) >= 8 and all(test.startswith("tests/vllm/") for test in real)
+    assert not [test for fault in FAULTS for test in fault.tests if test.startswith("tests/vllm/")]
+
+
 def test_the_table_in_the_docs_is_that_of_the_registry() -> None:
     text = DOCS.read_text(encoding="utf-8")
     assert text.partition(BEGIN)[2].partition(END)[0] == table(FAULTS), "python tests/planted/plant.py --write-docs"
