@@ -69,8 +69,8 @@ def put_prompts(tier: Any, numbers: range, *, namespace: str, epoch: str) -> lis
 
 
 def put_strangers(tier: Any, *, namespace: str, epoch: str) -> None:
-    """What others leave in a store that is shared: prompts of other weights and of another model; and under the names of
-    prompts 1 to 6, first blocks of another layout, then frames of another version."""
+    """What others leave in a store that is shared: prompts of other weights and of another model, and under the names
+    of prompts 1 to 6 first blocks of another layout, then frames of another version."""
     numbers = range(1, PROMPTS + 1)
     put_prompts(tier, numbers, namespace=namespace, epoch=epoch + "'")
     put_prompts(tier, numbers, namespace=namespace + "'", epoch=epoch)
@@ -115,9 +115,6 @@ class Ordeal:
     """One cache, CALLERS threads that use it, one that watches. `phase(name)` says what is going on."""
 
     def __init__(self, remote: Remote, *, namespace: str = "ordeal", epoch: str = "weights", **options: Any) -> None:
-        from dataclasses import replace
-        from tiercache.remote.urls import open_key_tier
-        remote = replace(remote, tier=open_key_tier(remote.tier))  # XXX
         dram_blocks = CALLERS * BLOCKS * 8
         self.remote = remote
         self.cache = TieredKVCache(

@@ -102,7 +102,20 @@ class RedisServer:
         """Run it, empty."""
         self.place.mkdir(parents=True, exist_ok=True)
         words: list[object] = [program("setpriv"), "--pdeathsig", "KILL", "--", program("redis-server")]
-        words += ["--bind", self._host, "--protected-mode", "no", "--save", "", "--appendonly", "no", "--dir", self.place, "--io-threads", "1"]
+        words += [
+            "--bind",
+            self._host,
+            "--protected-mode",
+            "no",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+            self.place,
+            "--io-threads",
+            "1",
+        ]
         words += ["--maxmemory", self.maxmemory, "--maxmemory-policy", self.policy, *self.more]
         words += ["--port", 0 if self.tls or self.unix else self.port]
         if self.unix:

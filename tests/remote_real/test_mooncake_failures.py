@@ -60,7 +60,7 @@ def ordeal(where, **more):
     return Ordeal(remote(where, **more), **NAMES)
 
 
-# -- owners of memory ---------------------------------------------------------------------------------------------------
+# -- owners of memory -------------------------------------------------------------------------------------------------
 
 
 def test_the_owner_is_killed(rig):
@@ -113,7 +113,7 @@ def test_the_owner_freezes(rig):
         note(o, STORE, "an owner stops answering, its connections stay open", back)
 
 
-# -- masters ------------------------------------------------------------------------------------------------------------
+# -- masters ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_master_is_killed_and_started_again(rig):
@@ -183,7 +183,7 @@ def test_nobody_answers_at_the_masters_address():
                 each.close()
 
 
-# -- the network --------------------------------------------------------------------------------------------------------
+# -- the network ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_the_wire_is_slow(far, island):
         note(o, STORE, "the network brings 0.5 MB/s: no load ends in time", back)
 
 
-# -- what it holds ------------------------------------------------------------------------------------------------------
+# -- what it holds ----------------------------------------------------------------------------------------------------
 
 
 def test_its_disk_brings_other_bytes(rig, tmp_path):
@@ -228,7 +228,7 @@ def test_its_disk_brings_other_bytes(rig, tmp_path):
     rig.owner(master, 32 * MIB, ssd=ssd)
     _fill(master.address)
     with ordeal(master.address) as o:
-        back = endure(o, lambda: _spoil(ssd), lambda: None, fault_s=5.0)
+        back = endure(o, lambda: _spoil(ssd), lambda: seed(master.address), fault_s=5.0)
         assert o.stats()["wrong"] > 0, "no spoilt value was read"
         judge(o, opens="open" in o.states())
         note(o, STORE, "its SSD offload holds flipped bits", back)
@@ -258,6 +258,22 @@ def _spoil(ssd):
                 byte = data.read(1)[0]
                 data.seek(at)
                 data.write(bytes([byte ^ 0x40]))
+
+
+def test_the_pool_is_full(rig):
+    master = rig.master("--default_kv_lease_ttl=600000", "--client_ttl=60")  # nothing may leave for something else
+    rig.owner(master, 48 * MIB)
+    seed(master.address)
+    with ordeal(master.address) as o:
+
+        def wait_full():
+            o.wait_for(lambda: o.stats()["writes_refused"] > 0, 30.0)
+
+        back = endure(o, wait_full, lambda: rig.owner(master, 256 * MIB), fault_s=2.0)
+        written = o.stats()["written"]
+        o.wait_for(lambda: o.stats()["written"] > written, 30.0)
+        judge(o, opens=False)
+        note(o, STORE, "the pool is full: it takes no more; later an owner brings memory", back)
 
 
 def test_others_use_the_store_too(rig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 from ordeal import BLOCKS, LAYOUT, PROMPTS, Ordeal, put_prompts, put_strangers
@@ -118,6 +119,49 @@ def test_the_wire_is_cut_and_mended(tmp_path):
                 judge(o, opens=True)
                 note(o, STORE, "the network is cut: packets vanish", back)
             assert server.pid
+
+
+def test_the_server_is_full(tmp_path):
+    with RedisServer(tmp_path / "redis", maxmemory="40mb") as server:
+        seed(server.url)
+        with Ordeal(remote(server.port), **NAMES) as o:
+
+            def wait_full():
+                o.wait_for(lambda: o.stats()["writes_refused"] > 0, 30.0)
+
+            back = endure(o, wait_full, lambda: server.command("CONFIG", "SET", "maxmemory", "0"), fault_s=2.0)
+            written = o.stats()["written"]
+            o.wait_for(lambda: o.stats()["written"] > written, 30.0)
+            judge(o, opens=False)
+            note(o, STORE, "the server is full and lets nothing go; later it is given memory", back)
+
+
+def test_the_operator_turns_it_off_and_on(server):
+    seed(server.url)
+    with Ordeal(remote(server.port), **NAMES) as o:
+        with o.phase("before"):
+            o.flows()
+        o.cache.remote.disable()
+        o.rest(1.2)  # what was under way has ended by its deadline
+        asked = _commands(server)
+        with o.phase("fault"):
+            o.rest(2.0)
+        assert _commands(server) == asked, "the server was called while the remote tier was off"
+        o.cache.remote.enable()
+        with o.phase("after"):
+            back = o.flows()
+        judge(o, opens="open" in o.states())
+        assert o.seen["fault"].remote_blocks == 0
+        note(o, STORE, "the operator turns the remote tier off, and on again", back)
+
+
+def _commands(server):
+    """Commands that the server has carried out for anybody but us."""
+    lines = server.command("INFO", "commandstats").splitlines()
+    calls = {
+        line.partition(":")[0]: int(line.partition("calls=")[2].partition(",")[0]) for line in lines if "=" in line
+    }
+    return sum(n for name, n in calls.items() if name not in ("cmdstat_info", "cmdstat_command|docs"))
 
 
 def test_others_use_the_server_too(server):

@@ -11,13 +11,15 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from ordeal import PATIENCE_S, Ordeal, Seen
 
 __all__ = ["Row", "endure", "judge", "note"]
 
+THRESHOLD = 3
+"""Jobs that are given up until the breaker opens."""
 ROWS = "TIERCACHE_REMOTE_ROWS"
 _BEGIN, _END = "<!-- failures: begin -->", "<!-- failures: end -->"
 _PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "remote.md"
@@ -76,7 +78,12 @@ def judge(ordeal: Ordeal, *, opens: bool) -> None:
         assert not seen.raised, f"{name}: {seen.raised[:3]}"
         late = {verb: round(seen.p99_ms(verb)) for verb in seen.late_s}
         assert max(late.values(), default=0) <= PATIENCE_S * 1000, f"{name}: late by (ms, p99) {late}"
-    assert ("open" in ordeal.states()) == opens, ordeal.story
+    states = ordeal.states()
+    assert ("open" in states) == opens, ordeal.story
+    openings = sum(pair == ("closed", "open") for pair in pairwise(states))
+    probes = states.count("half-open")
+    paid = int(ordeal.stats()["overdue_jobs"])
+    assert paid <= THRESHOLD * (openings + 1) + probes, f"{paid} jobs given up: {ordeal.story}"
     assert ordeal.cache.check() == []
 
 
@@ -113,8 +120,8 @@ def _told(states: list[str]) -> str:
 def table(rows: list[Row]) -> str:
     """In Markdown."""
     lines = [
-        "| store | what happens | calls meanwhile | wrong bytes | exceptions | late at p99, ms | jobs given up | breaker "
-        "| blocks from the store before / meanwhile / after | hits again after, s |",
+        "| store | what happens | calls meanwhile | wrong bytes | exceptions | late at p99, ms | jobs given up "
+        "| breaker | blocks from the store before / meanwhile / after | hits again after, s |",
         "|" + "---|" * 10,
     ]
     for row in sorted(rows, key=lambda each: each.store):
