@@ -18,7 +18,7 @@ help:
 	@echo "make bench      all benchmarks, about 8 minutes; QUICK=1: a few minutes; SMOKE=1: do they run?"
 	@echo "make bench-peers  tiercache and its peers in one run, about 10 minutes, and the first time to build (ARGS=--help)"
 	@echo "make test-vllm  the real vLLM on CPUs, 3 GB the first time; SLOW=1: all of it; VLLM=0.28.0: another version of it"
-	@echo "make test-remote  key tiers on the real Mooncake Store, in a private network (142 MB the first time; ARGS=...)"
+	@echo "make test-remote  key tiers on the real Mooncake Store and redis-server, in a private network (142 MB the first time; ARGS=...)"
 	@echo "make bench-remote  the Mooncake tier against Mooncake's raw client, in pairs (under a minute; ARGS=--json)"
 	@echo "make bench-vllm first tokens of a real vLLM on CPUs: computed, loaded, and with its own connectors (about 15 minutes)"
 	@echo "make soak       10 minutes at 100 % full with faults: nothing may grow (SOAK_S=seconds)"
@@ -76,8 +76,9 @@ test-vllm:
 # Mooncake's clients listen on every address, so all of it runs in a network of its own, which has lo alone.
 REMOTE_S ?= 1200
 IN_PRIVATE := timeout -k 10 $(REMOTE_S) $(BIN)/python tests/remote_real/private_network.py
-REMOTE_PATH = folder=$$($(BIN)/python tests/remote_real/mooncake_folder.py --check) && export PYTHONPATH="$(CURDIR):$$folder"
+REMOTE_PATH = exports=$$($(BIN)/python tests/remote_real/mooncake_folder.py --shell) && eval "$$exports"
 test-remote: $(VENV)/test.stamp
+	$(BIN)/python tests/remote_real/debian_packages.py >/dev/null
 	$(REMOTE_PATH) && $(IN_PRIVATE) $(BIN)/python -m pytest -m remote tests/remote_real -n $(WORKERS) $(ARGS)
 
 bench-remote: $(VENV)/test.stamp

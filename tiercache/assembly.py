@@ -79,9 +79,8 @@ class Stack:
     memory: Memory
     cold_reason: str
     """Why the start was cold, "" where it was not or nothing persists."""
-    keys: KeyTier | None = None
     own_keys: KeyTier | None = None
-    """`keys` where it was opened from a URL, and is to be closed."""
+    """The key tier where it was opened from a URL, and is to be closed."""
 
 
 def nvme_of(settings: Settings) -> NVMe | None:
@@ -171,10 +170,7 @@ def build_stack(
         raise
     reason = opened.catalog.recovered.reason if opened.catalog is not None else ""
     memory = Memory(layout, opened.tiers[0])
-    key_tier = keys.tier if keys is not None else None
-    return Stack(
-        layout, opened.tiers, opened.specs, planner, mover, opened.catalog, memory, reason, key_tier, opened.own_keys
-    )
+    return Stack(layout, opened.tiers, opened.specs, planner, mover, opened.catalog, memory, reason, opened.own_keys)
 
 
 def open_tiers(

@@ -41,6 +41,7 @@ __all__ = [
     "parse_size",
     "parse_tier",
     "ram_nbytes",
+    "read_config",
 ]
 
 EXCLUSIVE_BELOW = 5
@@ -352,8 +353,11 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Settings:
 
     ConfigError for a file that cannot be read or parsed, and for unknown, missing or wrong settings.
     """
-    if isinstance(source, Mapping):
-        return cast(Settings, _build(Settings, source, ""))
+    return cast(Settings, _build(Settings, source if isinstance(source, Mapping) else read_config(source), ""))
+
+
+def read_config(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a `.toml` or `.json` file of settings holds, not checked yet. ConfigError where it cannot be read."""
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError("config", source, "a mapping, or the path of a .toml or .json file, is needed")
     path = Path(source).expanduser()
@@ -368,7 +372,7 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Settings:
         raise ConfigError("config", str(path), f"cannot be parsed: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError("config", str(path), "the file must hold one table of settings")
-    return cast(Settings, _build(Settings, values, ""))
+    return values
 
 
 def ram_nbytes(tiers: Iterable[Tier]) -> int:

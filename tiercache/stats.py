@@ -160,7 +160,6 @@ def _remote_stats(stack: Stack, removed: int) -> dict[str, Any] | None:
     breaker, rate = state.key_breaker, writes.rate
     memory = [level for level, spec in enumerate(stack.specs) if not spec.persistent]
     return {
-        "endpoint": getattr(stack.keys, "endpoint", ""),
         **asdict(finds.counters),
         "hints": len(finds.hints),
         "finds_under_way": len(finds.under_way),

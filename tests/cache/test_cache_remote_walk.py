@@ -1,7 +1,9 @@
-"""Random calls from several threads on a cache over a key tier that lies, fails and forgets: never a wrong byte."""
+"""Random calls from several threads on two caches over a key tier that lies, fails, refuses and forgets: never a wrong
+byte, whoever wrote it."""
 
 import random
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -23,17 +25,23 @@ def test_walk(tmp_path, seed, with_nvme):
     memory = MemoryKeyTier(60)
     faulty = FaultyKeyTier(memory)
     slow = SlowKeyTier(faulty, lambda op, n: random.choice([0.0, 0.0, 0.003]))
-    remote = Remote(slow, quota=0.3, missing_s=0.01, hint_s=0.2, threads=4)
-    tiers = [dram(24), remote] + ([nvme(tmp_path, 40, durability="process", write_after_s=0.01)] if with_nvme else [])
+    fields = {"quota": 0.3, "missing_s": 0.01, "hint_s": 0.2, "threads": 4}
+    write = random.Random(seed).choice(["prefill", "eviction"])
+    tiers = [dram(24), Remote(slow, **fields)]
+    if with_nvme:
+        tiers.append(nvme(tmp_path, 40, durability="process", write_after_s=0.01))
+    others = [dram(16), Remote(slow, write=write, **fields)]
+    names = {"layout": LAYOUT, "namespace": "walk", "epoch": EPOCH, "block_tokens": BLOCK_TOKENS}
     wrong = []
-    with TieredKVCache(tiers, layout=LAYOUT, namespace="walk", epoch=EPOCH, block_tokens=BLOCK_TOKENS) as cache:
+    with TieredKVCache(tiers, **names) as first, TieredKVCache(others, **names) as second:
 
         def work(number):
             rng = random.Random(f"{seed}-{number}")
             for _ in range(60):
+                cache = rng.choice([first, first, second])
                 tokens = some_prompt(rng)
                 n = len(tokens) // BLOCK_TOKENS
-                what = rng.choice(["load", "load", "load", "rows", "store", "share", "spoil", "touch", "drop"])
+                what = rng.choice([*["load"] * 3, "rows", "store", "share", "spoil", "touch", "drop", "switch"])
                 if what in ("load", "rows"):
                     match = cache.lookup(tokens, deadline_s=rng.choice([0.0, 0.05]))
                     out = np.zeros((n, *LAYOUT.block_shape), dtype=np.float32) if what == "rows" else None
@@ -43,13 +51,16 @@ def test_walk(tmp_path, seed, with_nvme):
                 elif what == "store":
                     cache.store(tokens, blocks_of(tokens))
                 elif what == "share":
-                    put_blocks(
-                        memory, tokens, blocks_of(tokens), namespace="walk", epoch=EPOCH, block_tokens=BLOCK_TOKENS
-                    )
+                    with suppress(OSError):  # where it is full
+                        put_blocks(memory, tokens, blocks_of(tokens), namespace="walk", epoch=EPOCH, block_tokens=4)
                 elif what == "spoil":
                     for key in rng.sample(memory.held(), min(3, len(memory))):
                         faulty.flips[key] = (rng.randrange(LAYOUT.block_nbytes + 32), 1 << rng.randrange(8))
                     faulty.gone = {key for key in memory.held() if rng.random() < 0.1}
+                elif what == "switch":
+                    cache.remote.disable()
+                    memory.refuses = rng.choice([True, False])
+                    cache.remote.enable()
                 elif what == "touch":
                     cache.touch(cache.lookup(tokens))
                 elif rng.random() < 0.5:
@@ -65,5 +76,6 @@ def test_walk(tmp_path, seed, with_nvme):
             thread.join(60)
         assert not any(thread.is_alive() for thread in threads)
         assert wrong == []
-        assert cache.stats().remote["fetched"] > 0
-        assert is_clean(cache)
+        assert first.stats().remote["fetched"] > 0
+        assert first.stats().remote["written"] > 0
+        assert is_clean(first) and is_clean(second)

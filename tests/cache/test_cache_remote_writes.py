@@ -28,26 +28,32 @@ EPOCH = b"weights-1"
 TOKENS = prompt(*range(1, 13))
 N = 12
 SLOT = 4096
-GRACE_S = 0.05
 
 
 class Clock:
     """The cache's clock; the test can move it on."""
 
-    def __init__(self):
+    def __init__(self, standing=False):
         self.ahead = 0.0
+        self.standing = standing
 
     def __call__(self):
-        return self.ahead + time.monotonic()
+        return self.ahead + (0.0 if self.standing else time.monotonic())
 
 
-def open_cache(tier, path=None, dram_slots=64, hbm_slots=0, **remote):
+def open_cache(tier, path=None, dram_slots=64, hbm_slots=0, standing=False, **remote):
     tiers = [HBM(hbm_slots * SLOT, "cpu")] if hbm_slots else []
     tiers += [dram(dram_slots), Remote(tier, **{"quota": 0.5, **remote})]
     if path is not None:
         tiers.append(nvme(path, 64))
     return TieredKVCache(
-        tiers, layout=LAYOUT, namespace="test", epoch=EPOCH, block_tokens=BLOCK_TOKENS, clock=Clock(), switch="on"
+        tiers,
+        layout=LAYOUT,
+        namespace="test",
+        epoch=EPOCH,
+        block_tokens=BLOCK_TOKENS,
+        clock=Clock(standing),
+        switch="on",
     )
 
 
@@ -214,7 +220,7 @@ def test_a_wrong_value_is_removed_and_healed_by_the_next_write(memory):
 def test_puts_that_raise_take_it_offline(memory, error):
     faulty = FaultyKeyTier(memory)
     faulty.raises["put"] = error
-    with open_cache(faulty) as cache:
+    with open_cache(faulty, standing=True) as cache:
         for number in range(8):
             store(cache, prompt(number))
             idle(cache)
@@ -260,7 +266,7 @@ class Odd(WrappedKeyTier):
     ids=["none", "one", "short", "long", "raises"],
 )
 def test_an_answer_that_is_none_is_a_failure_of_the_endpoint(memory, answer):
-    with open_cache(Odd(memory, answer)) as cache:
+    with open_cache(Odd(memory, answer), standing=True) as cache:
         for number in range(6):
             store(cache, prompt(number, number + 50))
             assert cache.lookup(prompt(number + 200, 1), deadline_s=WAIT_S).blocks == 0
@@ -277,7 +283,7 @@ def test_an_answer_that_is_none_is_a_failure_of_the_endpoint(memory, answer):
 
 def test_a_put_that_hangs_is_nobodys_wait(memory):
     hanging = HangingKeyTier(memory)
-    with open_cache(hanging, write_deadline_s=0.1) as cache:
+    with open_cache(hanging, write_deadline_s=1.0) as cache:
         hanging.hang("put")
         waits = []
 
@@ -291,7 +297,7 @@ def test_a_put_that_hangs_is_nobodys_wait(memory):
         timed(lambda: cache.flush(WAIT_S))
         timed(lambda: cache.lookup(TOKENS))
         timed(lambda: read(cache, TOKENS))
-        assert max(waits) < 0.1 + GRACE_S, waits
+        assert max(waits) < 0.7, waits
         assert eventually(lambda: remote(cache)["overdue_jobs"] == 1)
         dram_stats = cache.stats().tiers[0]
         assert (dram_stats.lost, dram_stats.pinned) == (0, 0), "its source is free at once, and nothing of it is lost"
@@ -314,7 +320,7 @@ def test_a_put_that_hangs_is_nobodys_wait(memory):
 def test_no_more_than_three_time_outs_in_a_row(memory):
     """Whatever hangs: finds, reads and writes of many requests at once."""
     hanging = HangingKeyTier(memory)
-    deadline = 0.1
+    deadline = 0.3
     with open_cache(
         hanging, dram_slots=256, find_deadline_s=deadline, read_deadline_s=deadline, write_deadline_s=deadline
     ) as cache:
@@ -322,7 +328,7 @@ def test_no_more_than_three_time_outs_in_a_row(memory):
         written(cache, 2)
         for op in ("find", "get", "put"):
             hanging.hang(op)
-        longest, lock = [0.0], threading.Lock()
+        waited, lock = {}, threading.Lock()
 
         def work(number):
             for i in range(10):
@@ -333,16 +339,14 @@ def test_no_more_than_three_time_outs_in_a_row(memory):
                 took = time.monotonic() - began
                 cache.store(tokens, blocks_of(tokens)).wait(WAIT_S)
                 with lock:
-                    longest[0] = max(longest[0], took)
+                    waited[number] = waited.get(number, 0) + (took > deadline * 0.9)
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4, 12)]
-        began = time.monotonic()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(WAIT_S)
-        assert longest[0] < 3 * deadline + 4 * GRACE_S, longest
-        assert time.monotonic() - began < 3.0
+        assert max(waited.values()) <= 3, waited
         stats = remote(cache)
         assert stats["trips"] >= 1 and not stats["online"]
         hanging.wake()
@@ -411,7 +415,7 @@ def test_the_switch_ends_what_waits(memory):
         store(first, tokens[: 100 * BLOCK_TOKENS])
         store(first, tokens)
         written(first, 200)
-    with open_cache(hanging, dram_slots=500, threads=2, read_deadline_s=0.3) as cache:
+    with open_cache(hanging, dram_slots=500, threads=2, read_deadline_s=0.5) as cache:
         match = cache.lookup(tokens, deadline_s=WAIT_S)
         hanging.hang("get")
         future = cache.load(match)
@@ -419,7 +423,7 @@ def test_the_switch_ends_what_waits(memory):
         began = time.monotonic()
         cache.remote.disable()
         assert future.result(WAIT_S).block_count == 0
-        assert time.monotonic() - began < 0.3 + GRACE_S + 0.1
+        assert time.monotonic() - began < 1.2, "one deadline, and not one for each job"
         hanging.wake()
         assert is_clean(cache)
 

@@ -32,9 +32,9 @@ PAGE = BLOCK_TOKENS * TOKEN_NBYTES
 IDENT = b"i" * 16
 
 
-def settings_of(tiers, ranks=1, **more) -> ConnectorSettings:
+def settings_of(tiers, ranks=1, remote=None, **more) -> ConnectorSettings:
     values = {"loads": True, "stores": True, "overlaps": False, "named": None, "seams": Seams(), **more}
-    settings = replace(load_config({"tiers": tiers}), block_tokens=BLOCK_TOKENS)
+    settings = replace(load_config({"tiers": tiers}), block_tokens=BLOCK_TOKENS, namespace="ranks", remote=remote)
     return ConnectorSettings(settings=settings, ranks=ranks, engine=0, **values)
 
 
@@ -152,6 +152,8 @@ class FakeEngine:
         self.answers: dict[str, list[int]] = {}
         self.numbers = 0
         self.preemptions = 0
+        self.asked_again = 0
+        """Times that a request was told to ask again."""
 
     def _pages(self, rank, slow_s, seed):
         pages = HostPages(list(self.memory[rank]))
@@ -364,6 +366,9 @@ class FakeEngine:
                 hits.append(self.cached[name])
             local = len(hits) * BLOCK_TOKENS
             external = self.scheduler.matched_tokens(request, local)
+            if external is None:
+                self.asked_again += 1
+                return None
             assert external == self.scheduler.matched_tokens(request, local)
             assert 0 <= external <= request.num_tokens - local and external % BLOCK_TOKENS == 0
         computed = request.num_computed_tokens or len(hits) * BLOCK_TOKENS

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from tiercache.assembly import Seams
+from tiercache.config import Remote
 from tiercache.errors import ConfigError
 from tiercache.integrations.vllm_config import read_settings
+from tiercache.testing import MemoryKeyTier
 
 MIB = 1 << 20
 
@@ -77,6 +79,9 @@ def test_settings_from_a_file(tmp_path):
     assert (read.settings.policy, read.named, read.directory) == ("lru", "mine", None)
     with pytest.raises(ConfigError, match=r"policy.*into the file"):
         read_settings(vllm_config({"config": str(file), "policy": "lru"}))
+    file.write_text(json.dumps({"tiers": ["dram:8MiB"], "namespace": "mine"}))
+    with pytest.raises(ConfigError, match=r"namespace.*beside `config`"):
+        read_settings(vllm_config({"config": str(file)}))
 
 
 @pytest.mark.parametrize(
@@ -87,6 +92,10 @@ def test_settings_from_a_file(tmp_path):
         ({"tiers": ["hbm:cpu:1MiB", "dram:1MiB"]}, "tiers", "leave out hbm"),
         ({"tiers": ["dram:1MiB"], "block_tokens": 16}, "block_tokens", "--block-size"),
         ({"tiers": ["dram:1MiB"], "epoch": "v1"}, "epoch", "leave it out"),
+        ({"tiers": ["dram:1MiB"], "remote": "nothing:there"}, "remote", "module:function"),
+        ({"tiers": ["dram:1MiB"], "remote": "os:getcwd"}, "remote", "Remote"),
+        ({"tiers": ["dram:1MiB"], "find_patience_s": -1}, "find_patience_s", "seconds"),
+        ({"tiers": ["dram:1MiB"], "find_patience_s": True}, "find_patience_s", "seconds"),
         ({"tiers": ["dram:1MiB"], "polcy": "lru"}, "polcy", "policy"),
         ({"tiers": ["dram:1MiB"], "namespace": 3}, "namespace", "a text"),
         ({"tiers": ["dram:1MiB"], "seams": "nothing:there"}, "seams", "module:function"),
@@ -121,3 +130,30 @@ def some_seams():
 def test_steps_that_overlap_and_seams(tmp_path):
     read = read_settings(vllm_config(tiers(tmp_path, seams=f"{__name__}:some_seams"), overlaps=True))
     assert read.overlaps and read.seams == Seams()
+
+
+def some_remote():
+    return Remote(MemoryKeyTier(8), find_deadline_s=0.25)
+
+
+def remote(**more):
+    return vllm_config({"tiers": ["dram:8MiB"], "remote": f"{__name__}:some_remote", **more})
+
+
+def test_a_remote_tier_and_the_epoch_that_engines_share(caplog):
+    read = read_settings(remote(epoch="v1"))
+    assert (read.tag, read.settings.epoch, read.patience_s) == (b"v1", None, 0.25)
+    assert read.settings.remote.find_deadline_s == 0.25 and not caplog.text
+    assert read_settings(remote(epoch="v1", find_patience_s=0)).patience_s == 0
+    read_settings(remote())
+    assert "one tag" in caplog.text
+
+
+def test_the_kill_switch_of_remote_tiers(monkeypatch, caplog):
+    monkeypatch.setenv("TIERCACHE_REMOTE", "off")
+    read = read_settings(remote(epoch="v1"))
+    assert (read.settings.remote, read.tag, read.patience_s) == (None, b"v1", 0.0)
+    assert "TIERCACHE_REMOTE=off" in caplog.text
+    monkeypatch.setenv("TIERCACHE_REMOTE", "maybe")
+    with pytest.raises(ConfigError, match=r"TIERCACHE_REMOTE.*on or off"):
+        read_settings(remote(epoch="v1"))

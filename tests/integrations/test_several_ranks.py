@@ -123,11 +123,22 @@ def test_what_is_bad_on_one_rank_is_bad():
     assert both.bad.tolist() == [False, True]
 
 
-def test_overdue_is_told_once_and_the_result_follows():
+def test_overdue_is_told_once_no_rank_touches_its_memory_any_more():
+    """A write to a key tier gives its source free when it is overdue: also where another rank was about to read it."""
     ranks = RankResults(2)
-    assert ranks.take({1: [JobOverdue(7)]}) == [JobOverdue(7)]
-    assert ranks.take({0: [JobOverdue(7), result([False])]}) == []
+    assert ranks.take({1: [JobOverdue(7)]}) == []
+    assert ranks.take({0: [JobOverdue(7), result([False])]}) == [JobOverdue(7)]
     assert len(ranks.take({1: [result([False])]})) == 1
+    assert ranks.take({0: [result([True])]}) == []
+    assert ranks.take({1: [JobOverdue(7)]}) == [JobOverdue(7)], "over on the other"
+    assert len(ranks.take({1: [result([False])]})) == 1
+
+
+def test_an_overdue_job_that_ended_before_the_other_rank_said_anything_is_both():
+    ranks = RankResults(2)
+    assert ranks.take({0: [JobOverdue(7), result([False])]}) == []
+    overdue, over = ranks.take({1: [result([True])]})
+    assert overdue == JobOverdue(7) and over.ok.tolist() == [False]
 
 
 def test_lost_claims_of_any_rank_are_told():

@@ -16,6 +16,7 @@ from fake_engine import BLOCK_TOKENS, FakeEngine, settings_of
 from test_vllm_fake import prompt, tiers, wander
 
 from bench.vllm_rig import VllmRig, chained, request
+from tiercache.config import Remote
 from tiercache.integrations import vllm_counts
 from tiercache.integrations.vllm_counts import (
     METRICS,
@@ -32,6 +33,7 @@ from tiercache.integrations.vllm_events import BlockEvents
 from tiercache.integrations.vllm_requests import RequestState
 from tiercache.mover.stats import Counters
 from tiercache.slots import RESIDENT
+from tiercache.testing import MemoryKeyTier
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "vllm-metrics.md"
 WIDTH = 32
@@ -118,8 +120,9 @@ def make_engine(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_counts, "AT_LATEST_S", 0.02)
     made = []
 
-    def make(dram=24, nvme=64, ranks=1):
-        made.append(CountedEngine(settings_of(tiers(tmp_path, dram, nvme), ranks)))
+    def make(dram=24, nvme=64, ranks=1, remote=None, **more):
+        place = tmp_path / f"engine{len(made)}" if remote is not None else tmp_path
+        made.append(CountedEngine(settings_of(tiers(place, dram, nvme), ranks, remote, **more)))
         return made[-1]
 
     yield make
@@ -333,3 +336,25 @@ def test_a_prompt_from_dram_is_counted_as_such(make_engine):
     assert set(engine.payload["samples"]) == {"ttft_seconds|miss", "ttft_seconds|hit"}
     assert engine.payload["counters"]["tier_hit_tokens|dram"] == 20
     assert engine.payload["gauges"]["cold_start|new"] == {"s": 1}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_remote_tier_is_counted(make_engine, ranks):
+    """Written by one engine, asked for and fetched by another, whose events tell where it landed."""
+    remote = Remote(MemoryKeyTier(100), quota=1.0)
+    engines = [make_engine(ranks=ranks, remote=remote, tag=b"t", patience_s=2.0) for _ in range(2)]
+    for engine in engines:
+        engine.ask(prompt(1, 23))
+        time.sleep(0.03)
+        engine.collect()
+    wrote, read = (engine.payload["counters"] for engine in engines)
+    assert wrote["remote_written_blocks"] == 6 and read["remote_written_blocks"] <= 1
+    assert (read["remote_waits"], read["remote_impatient"], read["remote_finds_failed"]) == (1, 0, 0)
+    assert read["tier_hit_tokens|remote"] == read["loaded_tokens"] == 20
+    assert read["remote_fetched_blocks"] == read["remote_found_blocks"] == 5 and read["remote_wrong_blocks"] == 0
+    assert read["tier_read_bytes|remote"] == 5 * ranks * 64
+    assert wrote["tier_written_bytes|remote"] == 6 * ranks * 64
+    assert engines[1].payload["gauges"]["tier_breaker|remote"] == {"s": 0}
+    assert engines[1].held == there(engines[1].scheduler.planner) and min(
+        (level, len(engines[1].held)) for level, _ in engines[1].held
+    ) == (0, 6)

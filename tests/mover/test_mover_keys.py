@@ -1,5 +1,6 @@
 """Jobs at a key tier, in the mover alone: keys, answers, what a careless tier costs."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -8,8 +9,9 @@ from mover_kit import EPOCH, WAIT_S, caller_rows, idents_of, make_job, payload, 
 
 from tiercache.keys import chain_keys
 from tiercache.mover import KeyTierSpec, Mover, keyed
+from tiercache.mover.staging import KeyedStaging
 from tiercache.remote import seal
-from tiercache.testing import HangingKeyTier, MemoryKeyTier, WrappedKeyTier
+from tiercache.testing import FaultyKeyTier, HangingKeyTier, MemoryKeyTier, WrappedKeyTier
 from tiercache.tiers.dram import DRAMTier
 from tiercache.types import CALLER
 
@@ -39,7 +41,7 @@ def open_mover(inbox, dram):
     movers = []
 
     def make(tier, threads=4):
-        movers.append(Mover([dram], inbox, epoch=EPOCH, keys=KeyTierSpec(tier, b"digest", WIDTH, threads)))
+        movers.append(Mover([dram], inbox, epoch=EPOCH, keys=KeyTierSpec(tier, b"digest", WIDTH, threads, 1)))
         return movers[-1]
 
     yield make
@@ -56,6 +58,12 @@ def fetch(job_id, positions=range(N), at=10, **more):
     chosen = list(positions)
     more = {"kind": "load", "symbols": SYMBOLS, **more}
     return make_job(job_id, 1, chosen, 0, [at + i for i in chosen], IDENTS[chosen], **more)
+
+
+def put(job_id, positions=range(N), at=10, **more):
+    chosen = list(positions)
+    more = {"kind": "write", "symbols": SYMBOLS, "deadline_s": 5.0, **more}
+    return make_job(job_id, 0, [at + i for i in chosen], 1, chosen, IDENTS[chosen], **more)
 
 
 def test_a_find_answers_block_by_block(open_mover, inbox, memory):
@@ -156,3 +164,123 @@ def test_a_job_at_a_key_tier_that_is_not_there(inbox, dram):
     with pytest.raises(IndexError):
         mover.submit([make_job(1, 1, slots(0), 0, slots(0), IDENTS[:1], symbols=SYMBOLS[:WIDTH], kind="load")])
     mover.close(WAIT_S)
+
+
+# --- writes ----------------------------------------------------------------------------------------------------------
+
+
+def filled(dram, at=10):
+    dram.slab[at : at + N, :NBYTES] = ROWS
+    return dram
+
+
+def test_a_write_is_what_a_reader_verifies(open_mover, inbox, dram):
+    memory = MemoryKeyTier(100)
+    filled(dram)
+    mover = open_mover(memory)
+    mover.submit([put(1, [1, 2, 5])])
+    assert inbox.result(1).ok.all() and inbox.result(1).nbytes == 3 * NBYTES
+    assert [memory.value(KEYS[i]) for i in (1, 2, 5)] == [seal(ROWS, NBYTES, IDENTS)[i].tobytes() for i in (1, 2, 5)]
+    assert (inbox.result(1).pressure, mover.keyed.transport, mover.keyed.endpoint) == (0.03, "memory", "memory-keys")
+    dram.slab[:] = 0
+    mover.submit([fetch(2, [1, 2, 5])])
+    assert inbox.result(2).ok.all() and (dram.slab[11, :NBYTES] == ROWS[1]).all()
+
+
+def test_a_store_that_refuses_and_one_that_fails(open_mover, inbox, dram):
+    filled(dram)
+    mover = open_mover(MemoryKeyTier(3, refuses=True))
+    mover.submit([put(1)])
+    assert inbox.result(1).ok.tolist() == [True] * 3 + [False] * 5 and inbox.result(1).reason == "refused"
+    errors = (2, OSError("gone"), "io"), (3, TimeoutError("late"), "deadline"), (4, KeyError(1), "io")
+    for job, error, reason in errors:
+        faulty = FaultyKeyTier(MemoryKeyTier(100))
+        faulty.raises["put"] = error
+        mover = open_mover(faulty)
+        mover.submit([put(job)])
+        assert not inbox.result(job).ok.any() and inbox.result(job).reason == reason
+
+
+def test_a_hung_put_reads_no_slot_after_it_was_announced(open_mover, inbox, dram):
+    memory = MemoryKeyTier(100)
+    hanging = HangingKeyTier(memory)
+    filled(dram)
+    mover = open_mover(hanging)
+    hanging.hang("put")
+    mover.submit([put(1, deadline_s=0.1)])
+    assert inbox.overdue(1)
+    dram.slab[:] = 0xEE
+    hanging.wake()
+    assert not inbox.result(1).ok.any(), "nobody waits for it any more"
+    assert memory.value(KEYS[0]) == seal(ROWS, NBYTES, IDENTS)[0].tobytes(), "what it had in staging was right"
+
+
+def test_a_write_that_is_overdue_before_it_copies_reads_nothing(open_mover, inbox, dram, monkeypatch):
+    """Its thread was late, before it looked at the slots."""
+    memory = MemoryKeyTier(100)
+    filled(dram)
+    late, reads = threading.Event(), []
+    rows = KeyedStaging.rows
+    monkeypatch.setattr(KeyedStaging, "rows", lambda *args: (late.wait(WAIT_S), rows(*args))[1])
+    read = dram.read
+    dram.read = lambda *args: (reads.append(1), read(*args))[1]
+    mover = open_mover(memory)
+    mover.submit([put(1, deadline_s=0.05)])
+    assert inbox.overdue(1)
+    late.set()
+    assert not inbox.result(1).ok.any()
+    assert not reads and not memory.calls["put"]
+
+
+def test_a_wrong_value_is_removed_after_the_others_were_delivered(open_mover, inbox, memory, dram):
+    mover = open_mover(memory)
+    memory.spoil(KEYS[1], 3)
+    mover.submit([fetch(1)])
+    assert inbox.result(1).ok.sum() == N - 1
+    assert KEYS[1] not in memory.held() and len(memory) == N - 1
+    assert mover.stats().levels[1].removed == 1
+
+
+def test_staging_is_registered_while_it_is_used(open_mover, inbox, memory, dram):
+    class Registering(WrappedKeyTier):
+        def __init__(self, inner):
+            super().__init__(inner)
+            self.known = {}
+            self.seen = []
+
+        def register(self, memory):
+            self.known[memory.ctypes.data] = memory.nbytes
+
+        def unregister(self, memory):
+            del self.known[memory.ctypes.data]
+
+        def inside(self, rows):
+            begin, nbytes = rows.ctypes.data, (len(rows) - 1) * rows.strides[0] + rows.shape[1]
+            self.seen.append(any(at <= begin and begin + nbytes <= at + size for at, size in self.known.items()))
+
+        def get(self, keys, rows, deadline_s):
+            self.inside(rows)
+            return super().get(keys, rows, deadline_s)
+
+        def put(self, keys, rows, deadline_s):
+            self.inside(rows)
+            return super().put(keys, rows, deadline_s)
+
+    tier = Registering(memory)
+    mover = open_mover(tier, threads=2)
+    for i in range(6):
+        mover.submit([fetch(2 * i, [0]), put(2 * i + 1)])
+        assert inbox.result(2 * i + 1) and inbox.result(2 * i)
+    assert tier.seen == [True] * 12 and 1 <= len(tier.known) <= 3, "once per thread"
+    assert mover.close(WAIT_S)
+    assert not tier.known
+
+
+def test_a_tier_that_cannot_register_copies(open_mover, inbox, memory, dram):
+    class Unable(WrappedKeyTier):
+        def register(self, memory):
+            raise OSError(12, "no memory may be pinned")
+
+    mover = open_mover(Unable(memory))
+    mover.submit([fetch(1)])
+    assert inbox.result(1).ok.all()

@@ -41,13 +41,14 @@ def test_masters_that_etcd_elects() -> None:
 @pytest.mark.parametrize(
     ("url", "field", "remedy"),
     [
-        ("redis://a:1", "URL", "mooncake://"),
+        ("redis://a:1", "tier", "mooncake://"),
         ("mooncake://", "host", "host:port"),
         ("mooncake://a", "host", "host:port"),
         ("mooncake://a:0", "host", "host:port"),
         ("mooncake://a:65536", "host", "host:port"),
-        ("mooncake://user:secret@a:1", "URL", "host"),
-        ("mooncake://a:1/path", "URL", "options"),
+        ("mooncake://user:secret@a:1", "tier", "host"),
+        ("mooncake://[a:1", "tier", "read"),
+        ("mooncake://a:1/path", "tier", "options"),
         ("mooncake://a:1,b:1", "host", "ha=etcd"),
         ("mooncake://a:1?protocoll=tcp", "option", "protocol"),
         ("mooncake://a:1?protocol=shm", "protocol", "tcp, rdma"),
@@ -65,3 +66,4 @@ def test_what_is_wrong_is_named(url: str, field: str, remedy: str) -> None:
         MooncakeOptions.from_url(url)
     assert field in caught.value.field
     assert remedy in caught.value.remedy
+    assert "secret" not in str(caught.value)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.remote.resp import ProtocolError, Replies, ReplyError
+from tiercache.remote.resp import ProtocolError, Replies, ReplyError, packed
 
 
 @pytest.fixture
@@ -172,3 +172,21 @@ def test_a_reader_that_does_not_read_ends_sending_at_the_deadline(ends):
     with pytest.raises(TimeoutError):
         attached(ours, 0.1).send([bytes(64), memoryview(bytes(32 << 20))])
     assert time.monotonic() - began < 0.6
+
+
+@given(st.lists(st.lists(st.tuples(st.binary(max_size=80), st.booleans()), min_size=1, max_size=4), max_size=5))
+def test_commands_as_they_are_sent(commands):
+    words = [[memoryview(word) if seen else word for word, seen in each] for each in commands]
+    expected = b""
+    for each in commands:
+        expected += b"*%d\r\n" % len(each)
+        for word, _ in each:
+            expected += b"$%d\r\n" % len(word) + word + b"\r\n"
+    pieces = packed(words)
+    assert b"".join(pieces) == expected
+    views = [word for each in words for word in each if isinstance(word, memoryview)]
+    assert [each is view for each, view in zip(filter(is_view, pieces), views, strict=True)] == [True] * len(views)
+
+
+def is_view(piece):
+    return isinstance(piece, memoryview)

@@ -189,7 +189,7 @@ def _report(names: Iterable[str]) -> int:
         except MissingPackageError as error:
             missing += 1
             found = f"MISSING: {error}"
-        print(f"{name:14} {found}")
+        print(f"{name:14} {found}", file=sys.stderr if found.startswith("MISSING") else sys.stdout)
     return missing
 
 

@@ -1,8 +1,8 @@
 """Mooncake for the tests of key tiers: a folder with its wheel alone, unpacked once, outside the checkout.
 
 `python tests/remote_real/mooncake_folder.py` unpacks what is missing (142 MB) and prints the path of the folder, to be
-put on PYTHONPATH. The wheel is for the python that runs this. `--check` also imports it, and says which system library
-is missing where that fails.
+put on PYTHONPATH. The wheel is for the python that runs this. `--shell` prints what a shell has to export instead, once
+Debian's libraries that it needs are there too and it was imported.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,10 +20,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from debian_packages import LIBRARIES, libraries
+
 VERSION = "0.3.13.post1"
 WHEEL = f"mooncake-transfer-engine-non-cuda=={VERSION}"
-LIBRARIES = ("libibverbs1", "libnuma1", "libcurl4")
-"""Debian's packages that its shared objects need."""
 _STAMP = "tiercache-mooncake.json"
 
 
@@ -54,9 +55,9 @@ def ensure_folder(cache: Path | None = None) -> Path:
     return home
 
 
-def complaint(folder: Path) -> str | None:
+def complaint(folder: Path, library_path: str = "") -> str | None:
     """Why `mooncake.store` of this folder cannot be imported here; None where it can."""
-    environment = os.environ | {"PYTHONPATH": str(folder)}
+    environment = os.environ | {"PYTHONPATH": str(folder), "LD_LIBRARY_PATH": library_path}
     done = subprocess.run(
         [sys.executable, "-c", "import mooncake.store"], env=environment, capture_output=True, text=True, timeout=120
     )
@@ -64,6 +65,18 @@ def complaint(folder: Path) -> str | None:
         return None
     said = (done.stderr.strip().splitlines() or ["?"])[-1]
     return f"mooncake cannot be imported: {said}. Debian's packages {', '.join(LIBRARIES)} are needed"
+
+
+def exports(folder: Path) -> str:
+    """For a shell: PYTHONPATH with this folder after the checkout, and where its libraries are. SystemExit where it
+    cannot be imported."""
+    path = os.pathsep.join([*map(str, libraries(*LIBRARIES)), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
+    wrong = complaint(folder, path)
+    if wrong is not None:
+        raise SystemExit(f"[mooncake] {wrong}")
+    root = Path(__file__).resolve().parent.parent.parent
+    named = {"PYTHONPATH": f"{root}{os.pathsep}{folder}"} | ({"LD_LIBRARY_PATH": path} if path else {})
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in named.items())
 
 
 def _stamp(home: Path, what: str) -> None:
@@ -94,13 +107,9 @@ def _tell(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Unpack Mooncake where it is missing, and print the folder.")
-    parser.add_argument("--check", action="store_true", help="fail where it cannot be imported")
-    arguments = parser.parse_args()
+    parser.add_argument("--shell", action="store_true", help="print what to export; fail where it cannot be imported")
     folder = ensure_folder()
-    wrong = complaint(folder) if arguments.check else None
-    if wrong is not None:
-        raise SystemExit(f"[mooncake] {wrong}")
-    print(folder)
+    print(exports(folder) if parser.parse_args().shell else folder)
 
 
 if __name__ == "__main__":

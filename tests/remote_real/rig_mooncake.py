@@ -17,11 +17,13 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import pytest
+from debian_packages import program
 from rig_island import WIRE, Island
 
-__all__ = ["Master", "Owner", "Rig", "free_port", "mooncake_rig", "private_network"]
+__all__ = ["Client", "Etcd", "Master", "Owner", "Rig", "free_port", "mooncake_rig", "private_network"]
 
 HOST = "127.0.0.1"
 UP_S = 30.0
@@ -74,8 +76,9 @@ class _Process:
     def __init__(
         self, command: list[str], log: Path, *, talks: bool = False, on: Island | None = None, **environment: str
     ) -> None:
-        """talks: through pipes. on: where it runs (None: here)."""
+        """talks: through pipes. on: where it runs, and listens (None: here)."""
         self.log = log
+        self.host = HOST if on is None else on.there
         command = command if on is None else on.on(command)
         with log.open("ab") as file:
             self.popen = subprocess.Popen(
@@ -107,11 +110,25 @@ class _Process:
         self._gone()
 
     def freeze(self) -> None:
-        """Stop it in its tracks, connections open."""
+        """Stop it in its tracks, connections open: each of its threads stands still when this returns."""
         self.popen.send_signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self.popen.pid}/task")
+        while any(each.read_text().rpartition(")")[2].split()[0] != "T" for each in threads.glob("*/stat")):
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         self.popen.send_signal(signal.SIGCONT)
+
+    def _wait_up(self, port: int) -> None:
+        end = time.monotonic() + UP_S
+        while time.monotonic() < end:
+            if not self.alive:
+                raise RuntimeError(f"it ended at once, {self.popen.returncode}: {self.log.read_text()[-500:]}")
+            with contextlib.suppress(OSError), socket.create_connection((self.host, port), 0.2):
+                return
+            time.sleep(0.05)
+        self.kill()
+        raise RuntimeError(f"it was not up after {UP_S} s: {self.log.read_text()[-500:]}")
 
     def _gone(self) -> None:
         self.popen.wait(10.0)
@@ -119,6 +136,29 @@ class _Process:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+P = TypeVar("P", bound=_Process)
+
+
+class Etcd(_Process):
+    """An etcd at `address`."""
+
+    def __init__(self, folder: Path) -> None:
+        port, peers = free_port(), free_port()
+        self.address = f"{HOST}:{port}"
+        mine, its = f"http://{self.address}", f"http://{HOST}:{peers}"
+        command = [
+            str(program("etcd")),
+            f"--data-dir={folder / 'etcd'}",
+            f"--listen-client-urls={mine}",
+            f"--advertise-client-urls={mine}",
+            f"--listen-peer-urls={its}",
+            f"--initial-advertise-peer-urls={its}",
+            f"--initial-cluster=default={its}",
+        ]
+        super().__init__(command, folder / f"etcd-{port}.log")
+        self._wait_up(port)
 
 
 class Master(_Process):
@@ -130,31 +170,35 @@ class Master(_Process):
         *flags: str,
         port: int | None = None,
         metrics_port: int | None = None,
+        etcd: Etcd | None = None,
+        stands_by: bool = False,
         on: Island | None = None,
-        waits: bool = True,
     ) -> None:
-        """on: where it runs, and listens. waits: until it listens; one that stands by does not."""
         import mooncake
 
-        self.on = on
-        self.host = HOST if on is None else on.there
         self.folder = folder
+        self.on = on
+        host = HOST if on is None else on.there
         self.flags = flags
+        self.store_address = f"etcd://{etcd.address}" if etcd else ""
+        """As Mooncake's clients want it where masters are elected."""
+        if etcd:
+            flags = (*flags, "--enable_ha=true", "--enable_oplog=true", f"--etcd_endpoints={etcd.address}")
         self.port = port or free_port()
         self.metrics_port = metrics_port or free_port()
         binary = str(Path(mooncake.__file__).parent / "mooncake_master")
         command = [
             binary,
-            f"--rpc_address={self.host}",
+            f"--rpc_address={host}",
             f"--rpc_port={self.port}",
-            f"--metrics_host={self.host}",
+            f"--metrics_host={host}",
             f"--metrics_port={self.metrics_port}",
             "--logtostderr",
             *flags,
         ]
         super().__init__(command, folder / f"master-{self.port}.log", on=on)
-        if waits:
-            self._wait_up()
+        if not stands_by:  # one that does listens once it is elected
+            self._wait_up(self.port)
 
     @property
     def address(self) -> str:
@@ -169,26 +213,16 @@ class Master(_Process):
         with urllib.request.urlopen(f"http://{self.host}:{self.metrics_port}{path}", timeout=5) as answer:
             return str(answer.read().decode())
 
-    def _wait_up(self) -> None:
-        end = time.monotonic() + UP_S
-        while time.monotonic() < end:
-            if not self.alive:
-                raise RuntimeError(f"the master ended at once, {self.popen.returncode}: {self.log.read_text()[-500:]}")
-            with contextlib.suppress(OSError), socket.create_connection((self.host, self.port), 0.2):
-                return
-            time.sleep(0.05)
-        self.kill()
-        raise RuntimeError(f"the master was not up after {UP_S} s: {self.log.read_text()[-500:]}")
-
 
 class Owner(_Process):
     """A process that gives `nbytes` of memory to the store and holds what others put there; with `ssd`, a folder, also
     there (the master has to be told `--enable_offload=true`)."""
 
     def __init__(
-        self, folder: Path, address: str, nbytes: int, *, on: Island | None = None, ssd: Path | None = None
+        self, folder: Path, master: Master, nbytes: int, *, on: Island | None = None, ssd: Path | None = None
     ) -> None:
-        log = folder / f"owner-{time.monotonic_ns()}.log"
+        log = folder / f"owner-{master.port}-{time.monotonic_ns()}.log"
+        address = master.store_address or master.address
         host = HOST if on is None else on.there
         command = [sys.executable, "-c", _OWNER, address, str(nbytes), str(LIFE_S), host, str(ssd or "")]
         super().__init__(command, log, talks=True, on=on, **(_SSD if ssd is not None else {}))
@@ -205,6 +239,34 @@ class Owner(_Process):
         """Its name at the master."""
 
 
+class Client(_Process):
+    """A `mooncake_client` at `address`: the store's client for processes of this machine, over shared memory."""
+
+    def __init__(self, folder: Path, master: Master, nbytes: int, port: int | None = None) -> None:
+        import mooncake
+
+        self.port = port or free_port()
+        self.address = f"{HOST}:{self.port}"
+        self._made_of = (folder, master, nbytes)
+        command = [
+            str(Path(mooncake.__file__).parent / "mooncake_client"),
+            f"--host={HOST}",
+            f"--port={self.port}",
+            f"--global_segment_size={nbytes // MIB} MB",
+            f"--master_server_address={master.address}",
+            "--metadata_server=P2PHANDSHAKE",
+            "--protocol=tcp",
+            "--threads=2",
+            "--logtostderr",
+        ]
+        super().__init__(command, folder / f"client-{self.port}.log")
+        self._wait_up(self.port)
+
+    def again(self) -> Client:
+        """A new one at the same address."""
+        return Client(*self._made_of, port=self.port)
+
+
 class Rig:
     """Processes of one test or module, all gone at its end."""
 
@@ -212,29 +274,30 @@ class Rig:
         self.folder = folder
         self._started: list[_Process] = []
 
-    def master(self, *flags: str, on: Island | None = None, waits: bool = True) -> Master:
+    def master(self, *flags: str, on: Island | None = None) -> Master:
         """A new master. A port that another took meanwhile costs a second try."""
         for turn in range(3):
             try:
-                return self.adopt(Master(self.folder, *flags, on=on, waits=waits))
+                return self.adopt(Master(self.folder, *flags, on=on))
             except RuntimeError:
                 if turn == 2:
                     raise
         raise AssertionError
 
     def owner(
-        self, master: Master | str, nbytes: int = 256 * MIB, *, on: Island | None = None, ssd: Path | None = None
+        self, master: Master, nbytes: int = 256 * MIB, *, on: Island | None = None, ssd: Path | None = None
     ) -> Owner:
-        """A new owner. master: or where masters are to be asked for."""
-        address = master if isinstance(master, str) else master.address
-        owner = Owner(self.folder, address, nbytes, on=on, ssd=ssd)
+        owner = Owner(self.folder, master, nbytes, on=on, ssd=ssd)
         self._started.append(owner)
         return owner
 
-    def adopt(self, master: Master) -> Master:
-        """Count a master that was started elsewhere (`Master.again`) among ours."""
-        self._started.append(master)
-        return master
+    def client(self, master: Master, nbytes: int = 64 * MIB) -> Client:
+        return self.adopt(Client(self.folder, master, nbytes))
+
+    def adopt(self, process: P) -> P:
+        """Count a process that was started elsewhere (`Master.again`) among ours."""
+        self._started.append(process)
+        return process
 
     def close(self) -> None:
         for process in reversed(self._started):

@@ -41,6 +41,12 @@ def make_tier(store: tuple[Master, Any]) -> Callable[[], MooncakeTier]:
     return make
 
 
+@pytest.fixture(scope="module")
+def shared(mooncake_rig: Rig, store: tuple[Master, Any]) -> str:
+    """The address of a `mooncake_client`."""
+    return mooncake_rig.client(store[0]).address
+
+
 class TestMooncake(KeyTierSuite):
     replaces = False
 
@@ -61,6 +67,22 @@ class TestMooncakeWithItsOwnMemory(KeyTierSuite):
         def make() -> MooncakeTier:
             client.remove_all(True)
             return MooncakeTier(MooncakeOptions.from_url(f"mooncake://{master.address}?segment=64MiB"))
+
+        return make
+
+
+class TestMooncakeOverSharedMemory(KeyTierSuite):
+    """Through a `mooncake_client` of this machine."""
+
+    replaces = False
+
+    @pytest.fixture
+    def make_tier(self, shared: str, store: tuple[Master, Any]) -> Callable[[], MooncakeTier]:
+        master, client = store
+
+        def make() -> MooncakeTier:
+            client.remove_all(True)
+            return MooncakeTier(MooncakeOptions.from_url(f"mooncake://{master.address}?client={shared}"))
 
         return make
 

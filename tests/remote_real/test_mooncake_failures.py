@@ -10,9 +10,8 @@ from random import Random
 
 import pytest
 from ordeal import BLOCKS, PROMPTS, Ordeal, put_prompts, put_strangers
-from rig_etcd import Etcd
 from rig_island import Island
-from rig_mooncake import HOST, MIB, Rig
+from rig_mooncake import HOST, MIB, Etcd, Master, Rig
 from verdict import endure, judge, note
 
 from tiercache import Remote
@@ -142,18 +141,17 @@ def test_the_master_freezes(rig):
 
 
 def test_another_master_takes_over(rig, tmp_path):
-    with Etcd(tmp_path) as etcd:
-        flags = ("--enable_ha=true", f"--etcd_endpoints={etcd.address}", "--enable_oplog=true", *PATIENT)
-        first = rig.master(*flags)
-        time.sleep(1.0)
-        second = rig.master(*flags, waits=False)
-        rig.owner(f"etcd://{etcd.address}")
-        seed(etcd.address, ha="etcd")
-        with ordeal(etcd.address, ha="etcd") as o:
-            back = endure(o, first.kill, lambda: None, fault_s=4.0, back_within_s=60.0)
-            judge(o, opens=True)
-            note(o, STORE, "the master is killed, another takes over with its keys (etcd, oplog)", back)
-        assert second.alive
+    etcd = rig.adopt(Etcd(tmp_path))
+    first = rig.adopt(Master(tmp_path, *PATIENT, etcd=etcd))
+    time.sleep(1.0)
+    second = rig.adopt(Master(tmp_path, *PATIENT, etcd=etcd, stands_by=True))
+    rig.owner(first)
+    seed(etcd.address, ha="etcd")
+    with ordeal(etcd.address, ha="etcd") as o:
+        back = endure(o, first.kill, lambda: None, fault_s=4.0, back_within_s=60.0)
+        judge(o, opens=True)
+        note(o, STORE, "the master is killed, another takes over with its keys (etcd, oplog)", back)
+    assert second.alive
 
 
 def test_nobody_answers_at_the_masters_address():

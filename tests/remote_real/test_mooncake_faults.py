@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from rig_mooncake import HOST, MIB, Master, Owner, Rig, free_port, mooncake_rig
+from rig_mooncake import HOST, MIB, Etcd, Master, Owner, Rig, free_port, mooncake_rig
 
 from tiercache.remote.mooncake import MooncakeTier
 from tiercache.remote.mooncake_options import MooncakeOptions
@@ -135,6 +135,24 @@ def test_a_master_that_died_and_came_back(mooncake_rig: Rig) -> None:
         assert tier._client.setups == 1
 
 
+def test_a_master_that_another_takes_over_from(mooncake_rig: Rig) -> None:
+    """Masters elected by etcd, with an oplog: misses or OSErrors for a while, then what was there is there again."""
+    keys, values = keys_of(8), values_of(8)
+    with Rig(mooncake_rig.folder) as rig:
+        etcd = rig.adopt(Etcd(rig.folder))
+        first = rig.adopt(Master(rig.folder, "--default_kv_lease_ttl=5000", etcd=etcd))
+        rig.owner(first, 64 * MIB)
+        with opened(etcd.address, "ha=etcd") as tier:
+            eventually(lambda: bool(tier.put(keys, values, 5.0).all()))
+            rig.adopt(Master(rig.folder, "--default_kv_lease_ttl=5000", etcd=etcd, stands_by=True))
+            time.sleep(3.0)
+            first.kill()
+            eventually(lambda: bool(tier.find(keys, 1.0).all()), 60.0)
+            back = np.zeros_like(values)
+            eventually(lambda: bool(tier.get(keys, back, 5.0).all()), 60.0)
+            assert (back == values).all()
+
+
 def test_no_master_yet(mooncake_rig: Rig) -> None:
     """A tier may be made before its store is there: OSErrors, each at once, until it is."""
     port = free_port()
@@ -252,6 +270,32 @@ def test_the_transport_is_measured(mooncake_rig: Rig) -> None:
             assert tier.put(keys, values, 5.0).all()
             assert tier.get(keys, np.zeros_like(values), 5.0).all()
             assert tier.transport().startswith("memory"), tier.transport()
+
+
+def test_over_shared_memory(mooncake_rig: Rig) -> None:
+    """Measured as memory; OSErrors while the `mooncake_client` is gone, and it works again with a new one."""
+    keys, values = keys_of(80), values_of(80)
+    with Rig(mooncake_rig.folder) as rig:
+        master = rig.master("--client_ttl=2")
+        client = rig.client(master)
+        with opened(master, f"client={client.address}") as tier:
+            eventually(lambda: bool(tier.put(keys, values, 5.0).all()))
+            back = np.zeros_like(values)
+            with pytest.raises(OSError, match="shared memory"):
+                tier.register(back)
+            assert tier.get(keys, back, 5.0).all()
+            assert (back == values).all()
+            assert tier.transport().startswith("memory"), tier.transport()
+            client.kill()
+            for operation in (lambda: tier.find(keys, 1.0), lambda: tier.get(keys, back, 1.0)):
+                began = time.monotonic()
+                with pytest.raises(OSError):
+                    operation()
+                assert time.monotonic() - began < 8.0
+            rig.adopt(client.again())
+            eventually(lambda: bool(tier.put(keys[:4], values[:4], 5.0).all()))
+            eventually(lambda: bool(tier.get(keys[:4], back[:4], 5.0).all()))
+            assert (back[:4] == values[:4]).all()
 
 
 def test_pressure(mooncake_rig: Rig) -> None:

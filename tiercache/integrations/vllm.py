@@ -162,9 +162,9 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.add(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded; always asynchronously."""
+        """Tokens that can be loaded; always asynchronously. None: ask again, a remote tier has not answered yet."""
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan the load."""

@@ -11,23 +11,25 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from tiercache.assembly import Seams
-from tiercache.config import DRAM, HBM, NVMe, Settings, format_size, load_config, ram_nbytes
+from tiercache.config import DRAM, HBM, NVMe, Settings, format_size, load_config, ram_nbytes, read_config
 from tiercache.config_memory import check_memory
+from tiercache.config_remote import Remote, remote_enabled
 from tiercache.errors import ConfigError
 
-__all__ = ["ConnectorSettings", "read_settings"]
+__all__ = ["MOST_PATIENCE_S", "ConnectorSettings", "read_settings"]
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("tiercache.vllm")
 _WHERE = "kv_connector_extra_config"
-_OWN = ("config", "namespace", "engines", "seams", "lora")
+MOST_PATIENCE_S = 60.0
+_OWN = ("config", "namespace", "engines", "seams", "lora", "remote", "find_patience_s")
 _REFUSED = {
     "layout": "the engine's own is used",
     "block_tokens": "the engine's --block-size is used",
-    "epoch": "the engine's resets make epochs",
-    "remote": "remote tiers are not available in this version",
     "ttl_s": "blocks do not end by themselves in this version",
     "prefill_tokens_per_s": "all that is found is offered in this version",
 }
@@ -50,6 +52,10 @@ class ConnectorSettings:
     named: str | None
     """The operator's own name of model and weights, instead of a fingerprint."""
     seams: Seams
+    tag: bytes | None = None
+    """The epoch that engines with one remote tier share; None: none was given, or there is no such tier."""
+    patience_s: float = 0.0
+    """How long a request waits at most for what a remote tier says that it has."""
 
     @property
     def directory(self) -> Path | None:
@@ -82,10 +88,12 @@ def read_settings(vllm_config: Any) -> ConnectorSettings:
     check_memory(ram_nbytes(settings.tiers))
     _warn_of_policy(transfer)
     role = str(transfer.kv_role)
+    patience_s = _patience(extra, settings.remote)
     return ConnectorSettings(
         settings=replace(
             settings,
             tiers=_shares(settings, engines * ranks),
+            epoch=None,  # the ranks' files tell theirs, the scheduler's half decides
             block_tokens=_block_tokens(vllm_config),
             # an engine ends without a drain: what has left the disk for DRAM would end with it
             exclusive=bool(settings.exclusive),
@@ -96,30 +104,62 @@ def read_settings(vllm_config: Any) -> ConnectorSettings:
         stores=role in ("kv_both", "kv_producer") and settings.stores_enabled,
         overlaps=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
         named=_text(extra, "namespace"),
-        seams=_seams(_text(extra, "seams")),
+        seams=_made(extra, "seams", Seams) or Seams(),
+        tag=settings.epoch,
+        patience_s=patience_s,
     )
 
 
 def _settings(extra: Mapping[str, Any]) -> Settings:
-    own = {name: value for name, value in extra.items() if name not in _OWN}
-    for name, why in _REFUSED.items():
-        if name in own:
-            raise ConfigError(f"{_WHERE}.{name}", own[name], f"leave it out: {why}")
+    values, where = {name: value for name, value in extra.items() if name not in _OWN}, _WHERE
     if "config" in extra:
-        if own:
-            raise ConfigError(f"{_WHERE}.{sorted(own)[0]}", own[sorted(own)[0]], "put it into the file `config` names")
-        settings = load_config(_text(extra, "config") or "")
-    elif "tiers" not in own:
+        if values:
+            name = min(values)
+            raise ConfigError(f"{_WHERE}.{name}", values[name], "put it into the file `config` names")
+        values, where = read_config(_text(extra, "config") or ""), f"{_WHERE}.config"
+        for name in sorted(values.keys() & set(_OWN)):
+            raise ConfigError(f"{where}: {name}", values[name], "put it beside `config`, not into the file")
+    elif "tiers" not in values:
         raise ConfigError(f"{_WHERE}.tiers", None, 'a list is needed, such as ["dram:64GiB", "nvme:/mnt/kv:1TiB"]')
-    else:
-        settings = load_config(own)
-    if any(getattr(settings, name) is not None for name in _REFUSED if name != "block_tokens"):
-        raise ConfigError(f"{_WHERE}.config", extra.get("config"), f"leave out {', '.join(_REFUSED)}")
+    for name, why in _REFUSED.items():
+        if name in values:
+            raise ConfigError(f"{where}.{name}", values[name], f"leave it out: {why}")
+    settings = load_config({**values, "namespace": "of each rank"})
     if not any(isinstance(tier, DRAM) for tier in settings.tiers):
-        raise ConfigError(f"{_WHERE}.tiers", own.get("tiers"), "a DRAM tier is needed, such as dram:64GiB")
+        raise ConfigError(f"{where}.tiers", values.get("tiers"), "a DRAM tier is needed, such as dram:64GiB")
     if any(isinstance(tier, HBM) for tier in settings.tiers):
-        raise ConfigError(f"{_WHERE}.tiers", own.get("tiers"), "leave out hbm: that is the engine's own memory")
+        raise ConfigError(f"{where}.tiers", values.get("tiers"), "leave out hbm: that is the engine's own memory")
+    return _with_remote(settings, extra)
+
+
+def _with_remote(settings: Settings, extra: Mapping[str, Any]) -> Settings:
+    """The same with a test's remote tier, or without any where the environment turns it off."""
+    made = _made(extra, "remote", Remote)
+    if made is not None:
+        settings = replace(settings, remote=made)
+    if settings.remote is None:
+        if settings.epoch is not None:
+            remedy = "leave it out: the engine's resets make epochs; a tag is for engines that share a remote tier"
+            raise ConfigError(f"{_WHERE}.epoch", settings.epoch.decode(errors="replace"), remedy)
+        return settings
+    if not remote_enabled():
+        _log.warning("TIERCACHE_REMOTE=off: the remote tier is neither asked nor written to")
+        return replace(settings, remote=None)
+    if settings.epoch is None:
+        _log.warning(
+            "a remote tier without an epoch: only what this very engine puts there is found, and only until it ends. "
+            'Give all engines that share it one tag, such as "epoch": "v1".'
+        )
     return settings
+
+
+def _patience(extra: Mapping[str, Any], remote: Remote | None) -> float:
+    given = extra.get("find_patience_s")
+    if given is None:
+        return remote.find_deadline_s if remote is not None else 0.0
+    if not isinstance(given, int | float) or isinstance(given, bool) or not 0 <= given <= MOST_PATIENCE_S:
+        raise ConfigError(f"{_WHERE}.find_patience_s", given, f"seconds from 0 to {MOST_PATIENCE_S:g} are needed")
+    return float(given)
 
 
 def _shares(settings: Settings, parts: int) -> tuple[DRAM | NVMe, ...]:
@@ -161,17 +201,18 @@ def _text(extra: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _seams(name: str | None) -> Seams:
-    """Tests put faulty parts in the place of tiers: `module:function`, which returns Seams."""
+def _made(extra: Mapping[str, Any], field: str, kind: type[_T]) -> _T | None:
+    """Tests put parts of their own in a place: `module:function`, which returns one of this kind."""
+    name = _text(extra, field)
     if name is None:
-        return Seams()
+        return None
     module, _, function = name.partition(":")
     try:
         made = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{_WHERE}.seams", name, f"module:function is needed ({error})") from None
-    if not isinstance(made, Seams):
-        raise ConfigError(f"{_WHERE}.seams", name, "it must return tiercache.assembly.Seams")
+        raise ConfigError(f"{_WHERE}.{field}", name, f"module:function is needed ({error})") from None
+    if not isinstance(made, kind):
+        raise ConfigError(f"{_WHERE}.{field}", name, f"it must return {kind.__module__}.{kind.__name__}")
     return made
 
 

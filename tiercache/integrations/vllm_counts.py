@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tiercache.config_remote import REMOTE_NAME
 from tiercache.integrations.vllm_requests import RequestState
 from tiercache.mover import Mover
 from tiercache.planner import Planner
+from tiercache.planner.finds import Finds
 
 __all__ = [
     "METRICS",
@@ -93,6 +95,24 @@ METRICS: tuple[Metric, ...] = (
     Metric("tier_delayed_jobs", "gauge", "Jobs that wait on purpose (write_after_s), all ranks", "tier"),
     Metric("tier_overdue_jobs", "counter", "Jobs that passed their deadline on some rank", "tier"),
     Metric("tier_lost_jobs", "gauge", "Overdue jobs whose thread has not returned, all ranks", "tier"),
+    Metric("remote_waits", "counter", "Requests that waited for what the remote tier says it has"),
+    Metric("remote_impatient", "counter", "Requests that went on without an answer, for their patience was over"),
+    Metric("remote_finds", "counter", "Questions to the remote tier"),
+    Metric("remote_finds_failed", "counter", "Questions that some rank got no answer to"),
+    Metric("remote_asked_blocks", "counter", "Blocks that were asked for"),
+    Metric("remote_found_blocks", "counter", "Blocks that it has, it said, on all ranks and one after another"),
+    Metric("remote_fetched_blocks", "counter", "Blocks that came from there to all ranks, verified"),
+    Metric("remote_missing_blocks", "counter", "Blocks that it was to have, and did not bring, or not in time"),
+    Metric(
+        "remote_wrong_blocks",
+        "counter",
+        "Blocks that did not come, for what it brought is not what it should be",
+    ),
+    Metric("remote_written_blocks", "counter", "Blocks that it took, of all ranks"),
+    Metric("remote_refused_blocks", "counter", "Blocks that it did not take on some rank: it is full"),
+    Metric("remote_dropped_blocks", "counter", "Blocks to be written there that were not, by reason", "reason"),
+    Metric("remote_waiting_blocks", "gauge", "Blocks that wait to be written there"),
+    Metric("remote_pressure", "gauge", "How full it said to be, 0 to 1, where it says so"),
     Metric("unexpected_errors", "counter", "Exceptions of tiers, catalog or mover that ended a job, all ranks"),
     Metric("commits_failed", "counter", "Commits of the catalog on disk that failed, all ranks"),
     Metric("lost_claims", "counter", "Blocks on disk that a restart would not find, all ranks"),
@@ -108,6 +128,8 @@ _OF_ENGINE = {
     "stored": "stored_tokens",
     "fenced": "stores_fenced",
     "resets": "resets",
+    "waits": "remote_waits",
+    "impatient": "remote_impatient",
 }
 """Attributes of the scheduler's own counters."""
 _OF_LEVEL = {
@@ -118,6 +140,18 @@ _OF_LEVEL = {
     "overdue_jobs": "tier_overdue_jobs",
 }
 """Of the planner's counters per level."""
+_OF_REMOTE = {
+    "finds": "remote_finds",
+    "finds_failed": "remote_finds_failed",
+    "blocks_asked": "remote_asked_blocks",
+    "blocks_found": "remote_found_blocks",
+    "fetched": "remote_fetched_blocks",
+    "missing": "remote_missing_blocks",
+    "wrong": "remote_wrong_blocks",
+    "written": "remote_written_blocks",
+    "writes_refused": "remote_refused_blocks",
+}
+"""Of the planner's counters of a key tier."""
 _OF_MOVER_LEVEL = {
     "bytes_read": "tier_read_bytes",
     "bytes_written": "tier_written_bytes",
@@ -148,6 +182,10 @@ class SchedulerCounters:
     fenced: int = 0
     """Stores that a step had to wait for, or that were called off, since it overwrites their blocks."""
     resets: int = 0
+    waits: int = 0
+    """Requests that waited for what a remote tier says."""
+    impatient: int = 0
+    """Times that one did not wait any longer."""
 
 
 def split_key(key: str) -> tuple[Metric, str]:
@@ -315,3 +353,22 @@ class SchedulerMeter:
             gauges[f"tier_breaker|{spec.name}"] = BREAKER[breaker.state]
             gauges[f"tier_blocks|{spec.name}"] = table.capacity - table.free - table.lost
             gauges[f"tier_capacity_blocks|{spec.name}"] = table.capacity
+        if planner.finds is not None:
+            self._of_remote(planner, planner.finds, totals, gauges)
+
+    def _of_remote(self, planner: Planner, finds: Finds, totals: dict[str, float], gauges: dict[str, float]) -> None:
+        state, name = planner.state, REMOTE_NAME
+        counted, breaker = state.counters[finds.level], state.breakers[finds.level]
+        totals[f"tier_hit_tokens|{name}"] = counted.hits * self._block_tokens
+        totals[f"tier_overdue_jobs|{name}"] = counted.overdue_jobs
+        totals[f"tier_breaker_trips|{name}"] = breaker.trips
+        gauges[f"tier_breaker|{name}"] = BREAKER[breaker.state]
+        for attribute, metric in _OF_REMOTE.items():
+            totals[metric] = getattr(finds.counters, attribute)
+        for reason, blocks in finds.counters.writes_dropped.items():
+            totals[f"remote_dropped_blocks|{reason}"] = blocks
+        writes = planner.remote_writes
+        if writes is not None:
+            gauges["remote_waiting_blocks"] = writes.waiting_blocks
+            if writes.rate.pressure is not None:
+                gauges["remote_pressure"] = writes.rate.pressure

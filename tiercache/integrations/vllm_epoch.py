@@ -1,4 +1,9 @@
-"""The epoch of an engine, in a small file beside those of its ranks. Only the scheduler's half writes it."""
+"""The epoch of an engine, in a small file beside those of its ranks. Only the scheduler's half writes it.
+
+Engines that share a remote tier have one tag as their epoch. A reset leaves it for a nonce that nobody else has: what
+others put under the tag is of the weights before. The file remembers which tag was left, so that the same tag brings
+nothing of it back after a restart; another tag does.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from tiercache.directory import read_small, write_durably
 __all__ = ["EpochFile"]
 
 _log = logging.getLogger("tiercache.vllm")
+_LEFT = "left:"
 
 
 class EpochFile:
@@ -20,18 +26,28 @@ class EpochFile:
 
     def read(self) -> bytes | None:
         """The epoch; None where there is none, or it cannot be read."""
-        if self.path is None:
-            return None
-        try:
-            return bytes.fromhex(read_small(self.path).decode("ascii").strip())
-        except (OSError, ValueError):
-            return None
+        return self._read()[0]
 
-    def write(self, epoch: bytes) -> None:
+    def left(self) -> bytes | None:
+        """The tag that a reset left for this epoch; None where none was."""
+        return self._read()[1]
+
+    def _read(self) -> tuple[bytes | None, bytes | None]:
+        if self.path is None:
+            return None, None
+        try:
+            epoch, *more = read_small(self.path).decode("ascii").split()
+            left = next((bytes.fromhex(each.removeprefix(_LEFT)) for each in more if each.startswith(_LEFT)), None)
+            return bytes.fromhex(epoch), left
+        except (OSError, ValueError):
+            return None, None
+
+    def write(self, epoch: bytes, left: bytes | None = None) -> None:
         """Durable on return; an error in the log where it cannot be written."""
         if self.path is None:
             return
+        text = epoch.hex() + "\n" + (f"{_LEFT}{left.hex()}\n" if left is not None else "")
         try:
-            write_durably(self.path, epoch.hex().encode() + b"\n")
+            write_durably(self.path, text.encode())
         except OSError as error:
             _log.error("%s cannot be written (%s): after a crash, blocks of before may be found", self.path, error)

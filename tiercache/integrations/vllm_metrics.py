@@ -9,6 +9,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
+from tiercache.config_remote import REMOTE_NAME
 from tiercache.integrations.vllm_counts import METRICS, PREFIX, TTFT_S, Metric, Payload, add_up, split_key, summary
 from tiercache.integrations.vllm_events import BlockChange
 from tiercache.types import LevelSpec
@@ -97,7 +98,8 @@ class TierCachePromMetrics(KVConnectorPromMetrics):
 
 
 def hit_sources(by_level: Mapping[str, int], levels: Sequence[LevelSpec]) -> dict[Any, int]:
-    """Tokens by tier as vLLM's `CacheHitSource`: memory is its host, else its disk. Older versions have none."""
+    """Tokens by tier as vLLM's `CacheHitSource`: memory is its host, a disk its disk, and for another machine it has no
+    name of its own. Older versions have none at all."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
@@ -108,6 +110,8 @@ def hit_sources(by_level: Mapping[str, int], levels: Sequence[LevelSpec]) -> dic
         if tokens:
             source = CacheHitSource.DISK if level.persistent else CacheHitSource.HOST
             found[source] = found.get(source, 0) + tokens
+    if by_level.get(REMOTE_NAME):
+        found[CacheHitSource.EXTERNAL_UNSPECIFIED] = by_level[REMOTE_NAME]
     return found
 
 

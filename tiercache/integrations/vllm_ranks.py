@@ -102,12 +102,18 @@ def _part(recovered: Recovered, kept: np.ndarray, capacity: int) -> Recovered:
 
 class RankResults:
     """Messages of several ranks, one job each, become messages of one mover: a job is over when all ranks reported it;
-    a block is there when it is there on all of them, and bad where it is bad on one."""
+    a block is there when it is there on all of them, and bad where it is bad on one. A job is overdue when it is on one
+    rank, and no other touches its memory any more: on each it is over, or overdue."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self._results: dict[int, list[JobResult]] = {}
-        self._overdue: set[int] = set()
+        self._late: dict[int, set[int]] = {}
+        """Ranks on which it is, or was, overdue, by job."""
+        self._told: set[int] = set()
+        """Jobs of which the planner knows that."""
+        self._ended: dict[int, set[int]] = {}
+        """Ranks that have sent their result, by job."""
 
     def take(self, messages: Mapping[int, Sequence[PlannerMessage]]) -> list[PlannerMessage]:
         """What the planner must hear of these messages (by rank, each rank's in order)."""
@@ -116,22 +122,29 @@ class RankResults:
         heard: list[PlannerMessage] = []
         for rank in sorted(messages):
             for message in messages[rank]:
-                heard.extend(self._one(message))
+                heard.extend(self._one(rank, message))
         return heard
 
-    def _one(self, message: PlannerMessage) -> list[PlannerMessage]:
-        if isinstance(message, JobOverdue):
-            first = message.job not in self._overdue
-            self._overdue.add(message.job)
-            return [message] if first else []
-        if not isinstance(message, JobResult):
+    def _one(self, rank: int, message: PlannerMessage) -> list[PlannerMessage]:
+        if not isinstance(message, JobOverdue | JobResult):
             return [message]
-        results = self._results.setdefault(message.job, [])
-        results.append(message)
-        if len(results) < self.ranks:
-            return []
-        self._overdue.discard(message.job)
-        return [_merged(self._results.pop(message.job))]
+        told: list[PlannerMessage] = []
+        ended = self._ended.setdefault(message.job, set())
+        if isinstance(message, JobOverdue):
+            self._late.setdefault(message.job, set()).add(rank)
+        else:
+            ended.add(rank)
+            self._results.setdefault(message.job, []).append(message)
+        late = self._late.get(message.job)
+        if late is not None and message.job not in self._told and len(late | ended) == self.ranks:
+            self._told.add(message.job)
+            told.append(JobOverdue(message.job))
+        if len(ended) == self.ranks:
+            del self._ended[message.job]
+            self._late.pop(message.job, None)
+            self._told.discard(message.job)
+            told.append(_merged(self._results.pop(message.job)))
+        return told
 
 
 def _merged(results: Sequence[JobResult]) -> JobResult:
@@ -144,4 +157,5 @@ def _merged(results: Sequence[JobResult]) -> JobResult:
         reason=next((each.reason for each in results if each.reason), ""),
         bad=np.logical_or.reduce(bad) if len(bad) == len(results) else None,
         waited_s=max(each.waited_s for each in results),
+        pressure=max((each.pressure for each in results if each.pressure is not None), default=None),
     )

@@ -38,6 +38,12 @@ class RequestState:
     """Blocks that the engine had itself when it last asked."""
     answer: tuple[int, int, int] = (-1, -1, 0)
     """(version, tokens the engine has, tokens offered) of the last question."""
+    waits: bool = False
+    """At that question a remote tier was being asked for more."""
+    patient_until: float | None = None
+    """So long it may be told to wait for that; None: it never was."""
+    gave_up: bool = False
+    """It did not wait any longer."""
     _symbols: bytes = b""
     _hashes: int = 0
 
@@ -81,6 +87,19 @@ class RequestState:
             self.begun = True
         tokens: int = self.request.num_computed_tokens
         return tokens - pending
+
+    def goes_on_waiting(self, now: float, patience_s: float, counters: Any) -> bool:
+        """Does it go on waiting for a remote tier? All in all for `patience_s` at most. Counts whether it began to, and
+        whether it gave up (`waits` is False then until the next question)."""
+        if self.patient_until is None:
+            self.patient_until = now + patience_s
+            counters.waits += patience_s > 0
+            self.gave_up = patience_s <= 0
+        self.waits = now < self.patient_until
+        if not self.waits and not self.gave_up:
+            self.gave_up = True
+            counters.impatient += 1
+        return self.waits
 
     def restart(self, table: list[int]) -> None:
         """It runs from the start, or anew after a preemption, in these blocks."""

@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.assembly import make_planner, steady_wall_clock
+from tiercache.assembly import steady_wall_clock
+from tiercache.config_remote import REMOTE_NAME
 from tiercache.integrations.vllm_config import ConnectorSettings
 from tiercache.integrations.vllm_counts import Payload, SchedulerCounters, SchedulerMeter
 from tiercache.integrations.vllm_epoch import EpochFile
 from tiercache.integrations.vllm_events import BlockEvents
-from tiercache.integrations.vllm_messages import SYMBOL_NBYTES, Attach, Hello, LoadOrder, StepOrders, StepReport
-from tiercache.integrations.vllm_ranks import RankResults, agree
+from tiercache.integrations.vllm_messages import Attach, Hello, LoadOrder, StepOrders, StepReport
+from tiercache.integrations.vllm_ranks import RankResults
 from tiercache.integrations.vllm_requests import RequestState
+from tiercache.integrations.vllm_start import start
 from tiercache.planner import Load, Planner
 from tiercache.types import Forget, JobResult, Slots
 
@@ -100,21 +102,10 @@ class SchedulerSide:
         self._hellos[hello.rank] = hello
         if len(self._hellos) < self.engine.ranks:
             return
-        known = self._epoch_file.read()
-        agreed = agree(self._hellos, known)
-        epoch = agreed.epoch or os.urandom(16)
-        self.planner = make_planner(self.engine.settings, agreed.specs, SYMBOL_NBYTES, epoch, self._digest)
-        self.planner.state.residency.listener = self.events
-        self.cold_reason = agreed.reason
-        if agreed.epoch is None or (known is None and self._epoch_file.path is not None):
-            epoch = os.urandom(16)
-            self._epoch_file.write(epoch)
-            self.planner.new_epoch(epoch, self._clock())
-            self.cold_reason = self.cold_reason or "epoch"
-        elif agreed.recovered is not None:
-            self.planner.restore(agreed.recovered)
-            if len(agreed.lacking):
-                self._orders.messages.append(Forget(agreed.lacking))
+        begun = start(self.engine, self._hellos, self._epoch_file, self._digest, self.events, self._clock())
+        self.planner, self.cold_reason = begun.planner, begun.cold_reason
+        if begun.lacking is not None:
+            self._orders.messages.append(Forget(begun.lacking))
         self.version += 1
         found = self.planner.totals().recovered
         _log.info("tiercache: %d blocks (%d tokens) are there from before", found, found * self.block_tokens)
@@ -132,28 +123,35 @@ class SchedulerSide:
             state = self._requests[request.request_id] = RequestState(request)
         return state
 
-    def matched_tokens(self, request: Any, local_tokens: int) -> int:
-        """Tokens past the first `local_tokens`, which the engine has, that can be loaded now. No side effects but
-        statistics; cheap where nothing changed since it was last asked."""
+    def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
+        """Tokens past the first `local_tokens`, which the engine has, that can be loaded now. None: a remote tier is
+        being asked for more, so ask again with the next step. No side effects but statistics and questions to a remote
+        tier; cheap where nothing changed since it was last asked."""
         planner, state = self.planner, self._state(request)
         state.local_blocks = local_tokens // self.block_tokens
         if planner is None or not self.engine.loads:
             return 0
         version, local, tokens = state.answer
         if version == self.version and local == local_tokens:
-            return tokens
+            return None if state.waits and self._waits(state) else tokens
         again = version >= 0
         blocks = min(state.hashes, request.num_tokens // self.block_tokens)
         if state.most is not None:
             blocks = min(blocks, state.most)
-        tokens = 0
+        tokens, state.waits = 0, False
         if blocks > state.local_blocks and planner.loads.has_room():
             found = planner.lookup(state.symbols(), blocks, self._clock(), again=again)
             tokens = max(0, found.blocks * self.block_tokens - local_tokens)
+            finds = planner.finds if found.pending else None
+            state.waits = finds is not None and finds.is_asked(state.symbols(), found.blocks, blocks)
         if not again:
             self.counters.asked += max(0, request.num_tokens - local_tokens)
         state.answer = (self.version, local_tokens, tokens)
-        return tokens
+        return None if state.waits and self._waits(state) else tokens
+
+    def _waits(self, state: RequestState) -> bool:
+        """May a request go on waiting for what a remote tier says?"""
+        return state.goes_on_waiting(self._clock(), self.engine.patience_s, self.counters)
 
     def allocated(self, request: Any, block_ids: Sequence[int], tokens: int) -> None:
         """The engine has given the request these blocks (all of its table), and lets us load `tokens` into those after
@@ -181,11 +179,9 @@ class SchedulerSide:
         mine = self._loads.get(request.request_id)
         if mine is None or self.planner is None:
             return {}
-        by_level = {
-            spec.name: blocks * self.block_tokens
-            for spec, blocks in zip(self.planner.levels, mine.load.by_level, strict=False)
-            if blocks
-        }
+        names = [*(spec.name for spec in self.planner.levels), REMOTE_NAME]
+        size, counts = self.block_tokens, zip(names, mine.load.by_level, strict=False)
+        by_level = {name: blocks * size for name, blocks in counts if blocks}
         return by_level if sum(by_level.values()) == tokens else {}
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -419,11 +415,17 @@ class SchedulerSide:
         return self._meter.take(self.version, self.counters, self.planner, self.cold_reason, draining)
 
     def has_work(self) -> bool:
-        """Must the engine make steps although it has nothing to do? While stores copy, and for what was decided since
-        the last step."""
+        """Must the engine make steps although it has nothing to do? While stores copy, while a remote tier is written
+        to, and for what was decided since the last step."""
         if self._sources or self._orders.attach or self._orders.messages:
             return True
-        return self.planner is not None and bool(self.planner.state.outbox)
+        planner = self.planner
+        if planner is None:
+            return False
+        writes = planner.remote_writes
+        if writes is not None and writes.is_stuck:
+            planner.tend(self._clock())
+        return bool(planner.state.outbox) or (writes is not None and not writes.is_idle)
 
     def reset(self, engine_cache_is_empty: bool) -> None:
         """The weights changed: nothing stored so far is ever found again, also after a restart. Durable on return.
@@ -431,8 +433,10 @@ class SchedulerSide:
         engine_cache_is_empty: False where the engine's own prefix cache, or a running request, may hold KV of before.
         """
         epoch = os.urandom(16)
-        self._epoch_file.write(epoch)
+        self._epoch_file.write(epoch, left=self._epoch_file.left() or self._epoch_file.read())
         self.counters.resets += 1
+        if self.engine.tag is not None and self.counters.resets == 1:
+            _log.warning("a reset: the remote tier finds nothing of others, until a start with another epoch")
         self.stale_engine_cache = not engine_cache_is_empty
         if self.planner is None:
             return

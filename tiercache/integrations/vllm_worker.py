@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tiercache.assembly import OpenTiers, known_layout, make_mover, nvme_of, obtaining, open_tiers
+from tiercache.assembly import OpenTiers, key_tier_spec, known_layout, make_mover, nvme_of, obtaining, open_tiers
 from tiercache.directory import StoreDirectory
 from tiercache.integrations.vllm_config import ConnectorSettings
 from tiercache.integrations.vllm_counts import Payload, RankMeter
 from tiercache.integrations.vllm_messages import SYMBOL_NBYTES, Hello, LoadOrder, StepOrders, StepReport
 from tiercache.integrations.vllm_rows import BlockRows, Pages
 from tiercache.layout import KVLayout, Namespace
-from tiercache.lifetime import close_later, forget_forks, watch_forks
+from tiercache.lifetime import close_keys, close_later, forget_forks, watch_forks
 from tiercache.mover import Mover
 from tiercache.types import CALLER, Bools, CopyJob, Expedite, JobOverdue, JobResult, MoverMessage, PlannerMessage, Slots
 
@@ -85,10 +85,10 @@ class WorkerSide:
         self._watch_of: dict[int, tuple[_LoadWatch, Slots]] = {}
         """By job: whose it is, and its rows."""
         self._over: list[_LoadWatch] = []
-        self._copies: set[int] = set()
-        """Jobs into or out of the engine's blocks that are not over."""
+        self._awaited: set[int] = set()
+        """Jobs into or out of the engine's blocks, and all at a remote tier, that are not over."""
         self._writes: set[int] = set()
-        """Copies below the engine that are not over; delayed ones, too."""
+        """Copies to the disk that are not over; delayed ones, too."""
         self._delayed: set[int] = set()
         self._step = 0
         self._wants_hello = False
@@ -100,12 +100,17 @@ class WorkerSide:
             if nvme is not None:
                 self._directory = StoreDirectory.open(nvme.directory)
                 undo.callback(self._directory.close)
-            _, self.epoch = known_layout(settings, self._directory)
+            _, self.epoch = known_layout(replace(settings, remote=None), self._directory)
             self._tiers: OpenTiers = open_tiers(
                 settings, layout, self.epoch, self._directory, engine.seams, SYMBOL_NBYTES, ident_digest
             )
             undo.callback(self._tiers.close)
-            self.mover: Mover = make_mover(settings, self._tiers, self.epoch, self._deliver)
+            keys = key_tier_spec(settings, self._tiers, SYMBOL_NBYTES)
+            if (
+                keys is not None
+            ):  # ranks give a block one ident; in a key tier, which holds those of all, each has its own
+                keys = replace(keys, ident_salt=int.from_bytes(namespace.digest[:8], "little"))
+            self.mover: Mover = make_mover(settings, self._tiers, self.epoch, self._deliver, keys)
             undo.pop_all()
         self.closed = False
         watch_forks(self)
@@ -163,9 +168,9 @@ class WorkerSide:
         if watch is not None:
             watch.jobs += 1
             self._watch_of[message.id] = watch, message.dst_slots
-        if message.endpoint:
-            self._copies.add(message.id)
-        if message.kind == "write":
+        if message.endpoint or message.symbols is not None:
+            self._awaited.add(message.id)
+        if message.kind == "write" and message.symbols is None:
             self._writes.add(message.id)
             if message.start_after_s > 0:
                 self._delayed.add(message.id)
@@ -193,7 +198,7 @@ class WorkerSide:
                 if message.job in self._watch_of:
                     self._load_over(*self._watch_of.pop(message.job), message)
                 self._delayed.discard(message.job)
-                self._copies.discard(message.job)
+                self._awaited.discard(message.job)
                 self._writes.discard(message.job)
                 self._changed.notify_all()
 
@@ -207,7 +212,7 @@ class WorkerSide:
 
     def finished(self) -> Finished:
         """Loads that are over since the last call. In a step that computes nothing copies get a moment to go on."""
-        if self._drains and self._copies:
+        if self._drains and self._awaited:
             with self._changed:
                 if not (self._over or self._arrived):
                     self._changed.wait(REST_S)
@@ -261,6 +266,8 @@ class WorkerSide:
         if left:
             _log.warning("%d writes to disk were not over after %.1f s: what they had is lost", left, timeout_s)
         complete = self.mover.close(max(0.1, until - time.monotonic()))
+        if self._tiers.own_keys is not None:
+            close_keys(self.mover, self._tiers.own_keys)
         if self._directory is not None:
             if self.mover.left_open:
                 close_later(self.mover, self._tiers.tiers, self._directory)

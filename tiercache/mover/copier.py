@@ -268,6 +268,8 @@ class Copier:
 
     def _count(self, running: RunningJob, begin: int, end: int, seconds: float) -> None:
         job = running.job
+        if job.kind == "find":  # an answer has no bytes
+            return
         nbytes = int(running.ok[begin:end].sum()) * self._block_nbytes
         if job.src_level != CALLER:
             self._counters.add_level(job.src_level, bytes_read=nbytes, read_s=seconds)

@@ -34,6 +34,8 @@ class KeyTierSpec:
     symbol_nbytes: int
     threads: int = 8
     write_threads: int = 0
+    ident_salt: int = 0
+    """Mixed into the idents in frames, where one ident stands for other bytes under another namespace."""
 
 
 class KeyedJobs:
@@ -42,6 +44,7 @@ class KeyedJobs:
     def __init__(self, spec: KeyTierSpec, block_nbytes: int) -> None:
         self._spec = spec
         self._tier = spec.tier
+        self._salt = np.uint64(spec.ident_salt)
         self._block_nbytes = block_nbytes
         self.value_nbytes = frame_nbytes(block_nbytes)
         self.transport = "unknown"
@@ -89,7 +92,7 @@ class KeyedJobs:
         if running.cancelled or not came.any():
             running.fail("missing")
             return np.zeros(job.n, dtype=np.bool_)
-        good: Bools = came & verified(rows, self._block_nbytes, job.idents)
+        good: Bools = came & verified(rows, self._block_nbytes, job.idents ^ self._salt)
         running.bad = came & ~good
         if running.bad.any():
             running.fail("checksum")
@@ -100,7 +103,7 @@ class KeyedJobs:
     def write(self, running: RunningJob, rows: Rows) -> Bools:
         """Seal a job's blocks, whose payload lies in `rows[n, value_nbytes]`, and put them there; which were taken."""
         job = running.job
-        seal_rows(rows, self._block_nbytes, job.idents)
+        seal_rows(rows, self._block_nbytes, job.idents ^ self._salt)
         keys, left_s = self.keys(job), _left_s(running)
         if left_s <= 0:
             running.fail("deadline")

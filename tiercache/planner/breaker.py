@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 from tiercache.remote.guard import FIRST_BACKOFF_S, JITTER, LONGEST_BACKOFF_S, THRESHOLD
@@ -77,9 +78,13 @@ class KeyTierBreaker(Breaker):
         """seed: of the jitter, so that caches which lost the same store do not come back together."""
         super().__init__(THRESHOLD, FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
         self.enabled = enabled
+        self.quiet_until = -math.inf
+        """No lookup has anything to do with the key tier before: -inf where it is closed, inf where it is off, or a
+        probe is under way. One comparison, so that what is off costs a lookup nothing."""
         self._jitter = random.Random(seed)
         self._on_trial = False
         self._deliveries_failed = False
+        self._changed()
 
     def allows(self, now: float) -> bool:
         """May a load, a write, or a question that somebody waits for, go out?"""
@@ -92,10 +97,27 @@ class KeyTierBreaker(Breaker):
     def started(self) -> None:
         """A job was submitted: never a probe."""
 
+    def switch(self, enabled: bool) -> None:
+        """The kill switch."""
+        self.enabled = enabled
+        self._changed()
+
+    def probes(self) -> None:
+        """The probe was submitted."""
+        self.probing = True
+        self._changed()
+
+    def _changed(self) -> None:
+        if not self.enabled or self.probing:
+            self.quiet_until = math.inf
+        else:
+            self.quiet_until = -math.inf if self.retry_at is None else self.retry_at
+
     def succeeded(self) -> None:
         """A job delivered."""
         super().succeeded()
         self._on_trial = self._deliveries_failed = False
+        self._changed()
 
     def answered(self) -> None:
         """A question was answered."""
@@ -104,6 +126,7 @@ class KeyTierBreaker(Breaker):
         elif self.retry_at is not None:
             self.retry_at, self.probing = None, False
             self.failures, self._on_trial = self.threshold - 1, True
+            self._changed()
 
     def failed(self, now: float, *, delivery: bool = True, probe: bool = False) -> None:
         """A job failed or is overdue."""
@@ -119,7 +142,9 @@ class KeyTierBreaker(Breaker):
             self.backoff_s = min(self.backoff_s * 2, self.longest_backoff_s)
         self.probing = self._on_trial = False
         self.retry_at = now + self.backoff_s * (1 - JITTER * self._jitter.random())
+        self._changed()
 
     def undecided(self, *, probe: bool = False) -> None:
         """A job came back without telling anything of the level."""
         self.probing &= not probe
+        self._changed()

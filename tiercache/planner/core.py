@@ -137,9 +137,9 @@ class Planner:
     # -- asking -------------------------------------------------------------------------------------------------
 
     def begins(self, first: bytes) -> bool:
-        """Does any cached prompt begin with this symbol, or may one do so elsewhere?"""
+        """Does any cached prompt begin with this symbol, or may one do so elsewhere, where that is asked now?"""
         children, state = self.state.residency.index.root.children, self.state
-        return first in children or (self.finds is not None and state.key_breaker.allows(state.now))
+        return first in children or state.key_breaker.quiet_until < 0
 
     def lookup(
         self, symbols: bytes, n: int, now: float, tail: bytes = b"", again: bool = False, block_s: float = 0.0
@@ -155,8 +155,8 @@ class Planner:
         walk = self._alive(whole := residency.index.walk(symbols, n, tail))
         blocks, pending, by_level, load_s, withheld = reach(state, self.offers, walk.path, block_s)
         remote = 0
-        goes_on = blocks < n and not withheld and walk.blocks == whole.blocks
-        if goes_on and self.finds is not None and self.finds.takes_part(symbols, walk.blocks, n):
+        asks = now >= state.key_breaker.quiet_until and blocks < n and not withheld and walk.blocks == whole.blocks
+        if asks and self.finds is not None and self.finds.takes_part(symbols, walk.blocks, n):
             blocks, pending, by_level, remote = reach_further(self.state, self.loads, self.finds, walk, symbols, n)
             remote, blocks, load_s = self.finds.worth(remote, blocks, load_s, block_s)
         if not again:
@@ -273,8 +273,6 @@ class Planner:
             self.finds.fail_offline()
             self.finds.pump()
         if self.remote_writes is not None:
-            self.remote_writes.fail_offline()
-            self.remote_writes.look_ahead()
             self.remote_writes.pump()
 
     def drain(self, now: float) -> int:
@@ -353,7 +351,8 @@ class Planner:
         if self.remote_writes is None:
             return []
         self._begin(now)
-        self.state.key_breaker.enabled, self.remote_writes.enabled = enabled, stores
+        self.state.key_breaker.switch(enabled)
+        self.remote_writes.enabled = stores
         ended = self.loads.fail_offline()
         self._pump()
         return ended

@@ -86,6 +86,8 @@ class RemoteCounters:
     """Arrived, and verified."""
     missing: int = 0
     """Asked for by a load, and not there, or not in time."""
+    timeouts: int = 0
+    """Jobs of any kind that ended by their deadline."""
     writes: int = 0
     """Jobs that write."""
     write_blocks_queued: int = 0

@@ -75,7 +75,7 @@ class Finds:
         for the answer. (`symbols`: at least to that block.)"""
         breaker = self.state.key_breaker
         if breaker.may_probe(self.state.now) and self.state.has_threads(self.level):
-            breaker.probing = True
+            breaker.probes()
             self._send(Find(symbols[: (at + 1) * self.state.residency.width], at, at + 1, probe=True))
 
     def known(self, symbols: bytes, begin: int, n: int) -> int:
@@ -98,6 +98,10 @@ class Finds:
         if begin + there < self.limits.min_blocks:
             return 0, (there + asked if asked else 0)
         return there, asked
+
+    def is_asked(self, symbols: bytes, begin: int, n: int) -> bool:
+        """Is block `begin` of a prompt of n being asked for, as of the last lookup? Mutates nothing."""
+        return self.hints.known(symbols, begin, n, self.state.now).asked > 0
 
     def _ask(self, symbols: bytes, begin: int, end: int) -> bool:
         if len(self._waiting) >= self.limits.waiting_finds:
@@ -149,6 +153,7 @@ class Finds:
             credit.lost_jobs += 1
             credit.others -= 1
             state.counters[self.level].overdue_jobs += 1
+            self.counters.timeouts += 1
             breaker.failed(state.now, delivery=False, probe=find.probe)
             self._failed(find)
             return
@@ -158,6 +163,7 @@ class Finds:
             credit.lost_jobs -= 1
             return
         credit.others -= 1
+        self.counters.timeouts += message.reason == "deadline"
         if message.reason in ("io", "deadline"):
             breaker.failed(state.now, delivery=False, probe=find.probe)
         elif message.reason:
@@ -193,6 +199,7 @@ class Finds:
         job, counters = flight.job, self.counters
         if job.symbols is None or flight.stale:
             return
+        counters.timeouts += reason == "deadline"
         came = int(ok.sum())
         counters.fetched += came
         if reason == "checksum":

@@ -104,6 +104,11 @@ class RemoteWrites:
         return not self.waiting_blocks and len(self.under_way) == self.lost
 
     @property
+    def is_stuck(self) -> bool:
+        """Does something wait, and nothing go on after which it could be sent?"""
+        return bool(self.waiting_blocks) and len(self.under_way) == self.lost
+
+    @property
     def lost(self) -> int:
         """Jobs under way that are overdue."""
         return sum(sent.overdue for sent in self.under_way.values())
@@ -138,7 +143,7 @@ class RemoteWrites:
         """These blocks came from the key tier just now: it has them."""
         self._mark(idents)
 
-    def look_ahead(self) -> None:
+    def _look_ahead(self) -> None:
         """Queue the blocks that leave memory next, where that is asked for. (Those that are copied down before are
         queued when that is decided: then they are in use, and in no order of eviction.)"""
         if self.limits.write != "eviction" or self.why_not():
@@ -250,7 +255,10 @@ class RemoteWrites:
     # -- sending ------------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Send what waits while threads are left for it, behind all loads and finds."""
+        """Queue what leaves memory next; send what waits while threads are left for it, behind all loads and finds;
+        drop it where nothing may be written."""
+        self._fail_offline()
+        self._look_ahead()
         while self._may_send() and self._send_some():
             pass
 
@@ -274,15 +282,15 @@ class RemoteWrites:
         room = min(state.share_room(run.level), state.limits.job_blocks, job_blocks(state.specs[0].block_nbytes))
         if room <= 0:
             return False
-        rest = slice(run.at, None)
-        alive = self._alive(run.level, run.slots[rest], run.idents[rest])
-        if not alive.any():
-            self._give_up(run, "gone")
-            return True
         if run.symbols is None:
-            run.symbols = self._symbols(run.level, int(run.slots[rest][alive][-1]))
+            alive = self._alive(run.level, run.slots, run.idents)
+            if not alive.any():
+                self._give_up(run, "gone")
+                return True
+            run.symbols = self._symbols(run.level, int(run.slots[alive][-1]))
         part = slice(run.at, run.at + room)
-        slots, positions, idents, alive = run.slots[part], run.positions[part], run.idents[part], alive[:room]
+        slots, positions, idents = run.slots[part], run.positions[part], run.idents[part]
+        alive = self._alive(run.level, slots, idents)
         alive &= positions < len(run.symbols) // state.residency.width
         known = alive & self.finds.hints.there(run.symbols, positions, state.now)
         self._drop("gone", len(slots) - int(alive.sum()))
@@ -348,6 +356,7 @@ class RemoteWrites:
             self._release(sent)
             sent.overdue = True
             state.counters[self.level].overdue_jobs += 1
+            self.counters.timeouts += 1
             breaker.failed(state.now)
             self.rate.badly(sent.sent_at, state.now)
             self._failed(sent, np.ones(job.n, dtype=np.bool_), "deadline")
@@ -357,6 +366,7 @@ class RemoteWrites:
             return
         self._release(sent)
         taken = int(message.ok.sum())
+        self.counters.timeouts += message.reason == "deadline"
         if message.reason in ("io", "deadline"):
             breaker.failed(state.now)
             self.rate.badly(sent.sent_at, state.now)
@@ -398,7 +408,7 @@ class RemoteWrites:
                 self._unmark(sent.job.idents[failed])
         self._give_up(sent.run, "behind")
 
-    def fail_offline(self) -> None:
+    def _fail_offline(self) -> None:
         """What waits while nothing may be written is not written any more."""
         if self.waiting_blocks and (why_not := self.why_not()):
             for run in self.runs:

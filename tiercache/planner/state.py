@@ -88,7 +88,7 @@ class PlannerState:
     """Per slot of level 0 the job that fills it, 0: none."""
     breakers: list[Breaker] = field(init=False)
     key_breaker: KeyTierBreaker = field(init=False)
-    """The last of `breakers`, where there is a key tier."""
+    """The last of `breakers`, where there is a key tier; else one that is off."""
     holds: list[NDArray[np.int32]] = field(init=False)
     """Per level and slot: how many loads, Loaded and explicit pins hold it."""
     credits: list[Credits] = field(init=False)
@@ -108,6 +108,8 @@ class PlannerState:
         self.unwritten = Backlog(self.residency.specs)
         self.filler = np.zeros(self.residency.specs[0].capacity, dtype=np.int64)
         self.breakers = [Breaker() for _ in range(n)]
+        limits = self.remote or RemoteLimits(enabled=False)
+        self.key_breaker = KeyTierBreaker(limits.seed, limits.enabled)
         self.credits = [Credits() for _ in range(n)]
         self.holds = [np.zeros(spec.capacity, dtype=np.int32) for spec in self.residency.specs]
         self.counters = [LevelCounters() for _ in range(n)]
@@ -118,7 +120,7 @@ class PlannerState:
         self.write_limit = None if limit is None else WriteLimit(limit, self.residency.specs[-1].capacity)
         self.delayed = [{} for _ in range(n)]
         if self.remote is not None:
-            self.breakers[-1] = self.key_breaker = KeyTierBreaker(self.remote.seed, self.remote.enabled)
+            self.breakers[-1] = self.key_breaker
 
     @property
     def specs(self) -> Sequence[LevelSpec]:

@@ -39,7 +39,7 @@ from tiercache.remote.mooncake_codes import (
 from tiercache.remote.mooncake_options import MooncakeOptions
 from tiercache.types import Bools
 
-__all__ = ["MooncakeTier"]
+__all__ = ["MooncakeOptions", "MooncakeTier"]
 
 _PREFIX = FORMAT.decode() + "/"
 _FIND_KEYS = 8192

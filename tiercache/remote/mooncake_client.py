@@ -10,6 +10,7 @@ here.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import logging
 import os
@@ -41,6 +42,8 @@ _ENVIRONMENT = {
 """Unless they are set. A transfer without progress is given up, its connection closed, after 1 s: Mooncake's own 30 let
 it run into the limit of 60, and a transfer that ran into that may write later. A master that hangs is given up after
 3 s instead of 60. Mooncake logs several lines per key that fails: none, for what fails is counted here."""
+_SHARED_NBYTES = 80 << 20
+"""Of memory shared with a client in another process: room for four bounce buffers."""
 _PROBE_S = 1.0
 """For the connection that shows whether a master answers."""
 _ATTENDED_S = 0.5
@@ -109,6 +112,8 @@ class MooncakeClient:
         where Mooncake refuses it."""
         if os.getpid() != self._pid:
             raise OSError("a Mooncake client does not live in a forked child")
+        if self.options.client:
+            raise OSError("a client in another process reads and writes its shared memory only")
         with self._state:
             if any(each is memory for each in self._memory):
                 return
@@ -131,6 +136,26 @@ class MooncakeClient:
                 self._ranges = tuple(each for each in self._ranges if each != _range(memory))
                 if self._store is not None:
                     self._store.unregister_buffer(_range(memory)[0])
+
+    def bounce(self, nbytes: int) -> NDArray[np.uint8]:
+        """New memory for `register`ed use, to be called within `using`: our own, or of the memory that is shared with a
+        client in another process, which goes when ours is closed (`setups` tells). OSError where there is none."""
+        store = self._store
+        if self.options.client:
+            address = store.alloc_from_mem_pool(nbytes)
+            if not address or store.register_buffer(address, nbytes):
+                raise OSError(f"no {nbytes} bytes of shared memory are left")
+            memory = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+            with self._state:
+                self._ranges = (*self._ranges, _range(memory))
+            return memory
+        try:
+            memory = np.empty(nbytes, dtype=np.uint8)
+        except MemoryError as error:
+            raise OSError("no memory for a bounce buffer") from error
+        with suppress(OSError):  # over TCP it works without
+            self.register(memory)
+        return memory
 
     def covers(self, low: int, high: int) -> bool:
         """Whether the bytes at these addresses lie in registered memory."""
@@ -222,17 +247,21 @@ class MooncakeClient:
 
     def _open(self, deadline_s: float) -> Any:
         options = self.options
-        local = _answers(options.masters, min(_PROBE_S, deadline_s))
+        asked = (options.client,) if options.client else options.masters
+        local = _answers(asked, min(_PROBE_S, deadline_s))
         store = self._library.MooncakeDistributedStore()
-        code = store.setup(
-            options.local or local,
-            options.metadata,
-            options.segment_nbytes,
-            options.buffer_nbytes,
-            options.protocol,
-            options.device,
-            options.master_address,
-        )
+        if options.client:
+            code = store.setup_dummy(max(_SHARED_NBYTES, options.buffer_nbytes), options.buffer_nbytes, options.client)
+        else:
+            code = store.setup(
+                options.local or local,
+                options.metadata,
+                options.segment_nbytes,
+                options.buffer_nbytes,
+                options.protocol,
+                options.device,
+                options.master_address,
+            )
         if code:
             raise OSError(f"Mooncake's setup at {options.endpoint} said {code}")
         return store

@@ -8,10 +8,11 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tiercache.config import parse_size
 from tiercache.errors import ConfigError
+from tiercache.remote.urls import shown
 
 __all__ = ["MooncakeOptions"]
 
-_FIELD = "mooncake URL"
+_FIELD = "Remote.tier"
 _PROTOCOLS = ("tcp", "rdma")
 _NAMES = ("protocol", "device", "segment", "buffer", "replicas", "metadata", "local", "client", "ha", "metrics")
 _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}")
@@ -45,11 +46,16 @@ class MooncakeOptions:
     @classmethod
     def from_url(cls, url: str) -> MooncakeOptions:
         """Read `mooncake://host:port[,host:port...]?option=value&...`. Connects to nothing."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise ConfigError(_FIELD, shown(url), f"a URL that can be read is needed: {error}") from None
         if parts.scheme != "mooncake":
-            raise ConfigError(_FIELD, url, "it begins with mooncake://")
+            raise ConfigError(_FIELD, shown(url), "it begins with mooncake://")
         if parts.path not in ("", "/") or parts.fragment or "@" in parts.netloc:
-            raise ConfigError(_FIELD, url, "a host, a port and options are all: mooncake://host:50051?protocol=tcp")
+            raise ConfigError(
+                _FIELD, shown(url), "a host, a port and options are all: mooncake://host:50051?protocol=tcp"
+            )
         masters = tuple(_address("host", each) for each in parts.netloc.split(","))
         given = _given(parts.query)
         if len(masters) > 1 and given.get("ha") != "etcd":

@@ -1,4 +1,4 @@
-"""Replies of a Valkey or Redis server (RESP2), read off a socket up to one deadline, values straight into rows.
+"""Commands to a Valkey or Redis server, and its replies (RESP2): read up to one deadline, values straight into rows.
 
 After an exception nobody knows where the next reply begins: the connection is to be dropped.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["ProtocolError", "Replies", "Reply", "ReplyError"]
+__all__ = ["ProtocolError", "Replies", "Reply", "ReplyError", "packed"]
 
 _BUFFER_NBYTES = 1 << 14
 _MOST_NBYTES = 512 << 20
@@ -152,6 +152,22 @@ class Replies:
         if bytes(self._view[self._begin : self._begin + 2]) != b"\r\n":
             raise ProtocolError("a value of another length than told")
         self._begin += 2
+
+
+def packed(commands: Iterable[Sequence[Any]]) -> list[Any]:
+    """Commands (words of bytes, or memoryviews) as they are sent: pieces, in which no memoryview was copied."""
+    pieces: list[Any] = []
+    text: list[bytes] = []
+    for words in commands:
+        text.append(b"*%d\r\n" % len(words))
+        for word in words:
+            if isinstance(word, memoryview):
+                text.append(b"$%d\r\n" % word.nbytes)
+                pieces += (b"".join(text), word)
+                text = [b"\r\n"]
+            else:
+                text.append(b"$%d\r\n%b\r\n" % (len(word), word))
+    return [*pieces, b"".join(text)] if text else pieces
 
 
 def _received(nbytes: int) -> int:

@@ -27,12 +27,12 @@ class _Backend:
     """Its `from_url(url)` raises ConfigError for a URL that is wrong."""
     tier: str
     library: str
-    """Module that has to be installed; it may be a module in a package."""
+    """Package that has to be installed."""
     extra: str
 
 
 _VALKEY = _Backend("tiercache.remote.valkey", "ValkeyOptions", "ValkeyTier", "valkey", "valkey")
-_MOONCAKE = _Backend("tiercache.remote.mooncake", "MooncakeOptions", "MooncakeTier", "mooncake.store", "mooncake")
+_MOONCAKE = _Backend("tiercache.remote.mooncake", "MooncakeOptions", "MooncakeTier", "mooncake", "mooncake")
 _BACKENDS = {
     "mooncake": _MOONCAKE,
     "redis": _VALKEY,
@@ -128,13 +128,6 @@ def _options(url: str, field: str) -> tuple[_Backend, Any]:
         remedy = f"one of {', '.join(f'{each}://' for each in _BACKENDS)} is needed{nearest(scheme, _BACKENDS)}"
         raise ConfigError(field, shown(url), remedy)
     options = getattr(importlib.import_module(backend.module), backend.options).from_url(url)
-    if not _is_installed(backend.library):
+    if find_spec(backend.library) is None:
         raise ConfigError(field, shown(url), f"a library is missing: pip install 'tiercache[{backend.extra}]'")
     return backend, options
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False

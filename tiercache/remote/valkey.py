@@ -17,7 +17,7 @@ import numpy as np
 
 from tiercache.remote.base import Values
 from tiercache.remote.frame import FORMAT
-from tiercache.remote.resp import ProtocolError, Replies, ReplyError
+from tiercache.remote.resp import ProtocolError, Replies, ReplyError, packed
 from tiercache.remote.valkey_options import ValkeyOptions
 from tiercache.types import Bools
 
@@ -136,9 +136,9 @@ class ValkeyTier:
         commands = [command(i, b"%s/%s" % (FORMAT, key.hex().encode())) for i, key in enumerate(keys)]
         with self._pool.wire(time.monotonic() + deadline_s) as wire:
             self._transport = wire.transport
-            wire.replies.send(wire.pack(commands[:step]))
+            wire.replies.send(packed(commands[:step]))
             for begin in range(0, len(keys), step):
-                wire.replies.send(wire.pack(commands[begin + step : begin + 2 * step]))
+                wire.replies.send(packed(commands[begin + step : begin + 2 * step]))
                 answers.extend(take(wire.replies, i) for i in range(begin, min(begin + step, len(keys))))
         return answers
 
@@ -163,7 +163,7 @@ class ValkeyTier:
     def _asked_load(self, deadline_s: float) -> float | None:
         try:
             with self._pool.wire(time.monotonic() + deadline_s) as wire:
-                wire.replies.send(wire.pack([(b"INFO", b"memory")]))
+                wire.replies.send(packed([(b"INFO", b"memory")]))
                 answer = wire.replies.reply()
         except OSError:
             return None

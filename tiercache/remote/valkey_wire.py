@@ -11,7 +11,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -85,8 +85,6 @@ class Wire:
         self.replies = _Parser()
         self._endpoint = options.endpoint
         self._connection: Any = _connection(options, self.replies)
-        self.pack: Callable[[list[tuple[Any, ...]]], list[Any]] = self._connection.pack_commands
-        """The bytes of commands; values that are memoryviews are not copied."""
 
     def open(self, until: float) -> None:
         """Connect, introduce ourselves. PermissionError, TimeoutError or ConnectionError where that fails."""
@@ -200,7 +198,8 @@ class Pool:
                 except BaseException:
                     self._drop([wire])
                     raise
-                self.opened += 1
+                with self._lock:
+                    self.opened += 1
                 return wire
             if wire.is_fresh:
                 return wire
