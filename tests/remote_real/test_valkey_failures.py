@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 
 import pytest
 from ordeal import BLOCKS, LAYOUT, PROMPTS, Ordeal, put_prompts, put_strangers
