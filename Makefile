@@ -20,6 +20,7 @@ help:
 	@echo "make test-vllm  the real vLLM on CPUs, 3 GB the first time; SLOW=1: all of it; VLLM=0.28.0: another version of it"
 	@echo "make test-remote  key tiers on the real Mooncake Store and redis-server, in a private network (142 MB the first time; ARGS=...)"
 	@echo "make bench-remote  the Mooncake tier against Mooncake's raw client, in pairs (under a minute; ARGS=--json)"
+	@echo "make test-remote-vllm  real vLLM over a real Redis and a real Mooncake Store, which are killed under load"
 	@echo "make bench-vllm first tokens of a real vLLM on CPUs: computed, loaded, and with its own connectors (about 15 minutes)"
 	@echo "make soak       10 minutes at 100 % full with faults: nothing may grow (SOAK_S=seconds)"
 	@echo "make campaign   10,000 power cuts (about four minutes on two quiet cores)"
@@ -68,7 +69,7 @@ test-slow: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow
 
 # vLLM lives in an environment of its own, in a cache folder that checkouts share; the package is this checkout's.
-VLLM_MARKS := vllm$(if $(SLOW),, and not slow)
+VLLM_MARKS := vllm and not remote$(if $(SLOW),, and not slow)
 test-vllm:
 	python=$$($(PYTHON) tests/vllm/vllm_venv.py) $(if $(VLLM),&& older=$$($(PYTHON) tests/vllm/vllm_venv.py --overlay $(VLLM))) \
 	  && PYTHONPATH="$${older:+$$older:}$(CURDIR)" "$$python" -m pytest -n $(WORKERS) -m "$(VLLM_MARKS)" tests/vllm $(ARGS)
@@ -80,6 +81,10 @@ REMOTE_PATH = exports=$$($(BIN)/python tests/remote_real/mooncake_folder.py --sh
 test-remote: $(VENV)/test.stamp
 	$(BIN)/python tests/remote_real/debian_packages.py >/dev/null
 	$(REMOTE_PATH) && $(IN_PRIVATE) $(BIN)/python -m pytest -m remote tests/remote_real -n $(WORKERS) $(ARGS)
+
+test-remote-vllm: $(VENV)/test.stamp
+	$(REMOTE_PATH) && python=$$($(PYTHON) tests/vllm/vllm_venv.py) \
+	  && $(IN_PRIVATE) "$$python" -m pytest -m "vllm and remote" tests/vllm $(ARGS)
 
 bench-remote: $(VENV)/test.stamp
 	$(REMOTE_PATH) && $(IN_PRIVATE) $(BIN)/python -m bench.remote.tier $(ARGS)

@@ -171,6 +171,21 @@ def test_finds_that_fail_take_it_offline(reason):
     each.finish()
 
 
+def test_a_probe_asks_for_a_block_of_the_prompt():
+    """Also of one that is held to its end, and whose blocks have not arrived yet."""
+    each = bench()
+    for prompt in ("x", "y", "z"):
+        each.lookup(prompt), each.take()
+        each.answer(reason="io")
+    each.store(P)
+    each.now += 0.1
+    assert each.lookup(P).blocks == 0
+    each.take()
+    (job,) = each.finds.values()
+    assert job.src_slots.tolist() == [7] and len(job.symbols) == 8 * len(each.encode(P)[0]) // 8
+    each.finish()
+
+
 def test_waiting_finds_end_when_it_goes_offline():
     each = bench()
     for prompt in "abcde":

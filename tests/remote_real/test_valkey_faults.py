@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from rig_late import Lateness
 from rig_net import Proxy
 from rig_redis import HOST, RedisServer
 
@@ -20,7 +21,9 @@ pytestmark = pytest.mark.remote
 
 S = 5.0
 LATE_S = 0.05
-"""After its deadline a call may still take so long."""
+"""After its deadline a call may still take so long, at p99 of many, beside what this process is late by itself."""
+ONCE_S = 0.5
+"""The same for a single call, on a machine that does other things too."""
 N, NBYTES = 16, 100_000
 WIDTH = frame_nbytes(NBYTES)
 KEYS = [hashlib.sha256(b"%d" % i).digest() for i in range(N)]
@@ -66,7 +69,7 @@ def ends_by(deadline_s, call, *args):
     began = time.monotonic()
     with pytest.raises(OSError) as caught:
         call(*args, deadline_s)
-    assert time.monotonic() - began < deadline_s + LATE_S, caught.value
+    assert time.monotonic() - began < deadline_s + ONCE_S, caught.value
     assert type(caught.value).__module__ == "builtins" or isinstance(caught.value, OSError)
     assert not type(caught.value).__module__.startswith("valkey")
     return caught.value
@@ -193,30 +196,32 @@ def test_deadlines_hold_whatever_the_network_does(tier, proxy):
             over.append(time.monotonic() - began - 0.1)
 
     threads = [threading.Thread(target=work, args=(verb,)) for verb in ("find", "get", "get", "put")]
-    for thread in threads:
-        thread.start()
-    for turn in range(24):
-        time.sleep(0.25)
+    with Lateness() as own:
+        for thread in threads:
+            thread.start()
+        for turn in range(24):
+            time.sleep(0.25)
+            proxy.heal()
+            match turn % 6:
+                case 0:
+                    proxy.hangs = True
+                case 1:
+                    proxy.rate = 300_000
+                case 2:
+                    proxy.cut_after = 150_000
+                case 3:
+                    proxy.hang_after = 150_000
+                case 4:
+                    proxy.delay_s = 0.08
         proxy.heal()
-        match turn % 6:
-            case 0:
-                proxy.hangs = True
-            case 1:
-                proxy.rate = 300_000
-            case 2:
-                proxy.cut_after = 150_000
-            case 3:
-                proxy.hang_after = 150_000
-            case 4:
-                proxy.delay_s = 0.08
-    proxy.heal()
-    time.sleep(0.3)
-    stop.set()
-    for thread in threads:
-        thread.join(5)
+        time.sleep(0.3)
+        stop.set()
+        for thread in threads:
+            thread.join(5)
     p99 = float(np.quantile(over, 0.99))
     print(f"{len(over)} calls, {p99 * 1e3:.1f} ms late at p99, {max(over) * 1e3:.1f} at most; {set(ended)}")
-    assert p99 < LATE_S
+    print(f"this process: {own.p99() * 1e3:.1f} ms, {own.most() * 1e3:.1f} at most")
+    assert p99 < LATE_S + 2 * own.p99()
     assert {"answered", "TimeoutError"} <= set(ended)
     assert is_well(tier)
 

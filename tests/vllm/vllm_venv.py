@@ -30,7 +30,7 @@ _TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 _STAMP = "tiercache-vllm.json"
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _IMPORTS = (
-    "import vllm, vllm.entrypoints.llm, lmdb, sortedcontainers, xxhash, openai, "
+    "import vllm, vllm.entrypoints.llm, lmdb, sortedcontainers, xxhash, openai, valkey, "
     "pytest, pytest_timeout, xdist, hypothesis"
 )
 _REQUIREMENTS = """
@@ -135,8 +135,9 @@ def _adopt(home: Path) -> bool:
 def _ours() -> list[str]:
     """The dependencies of tiercache and of the tests that run there, as pyproject.toml has them."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
-    tests = [each for each in project["optional-dependencies"]["test"] if each.split(">")[0] in _TESTS]
-    return [*project["dependencies"], *tests]
+    extras = project["optional-dependencies"]
+    tests = [each for each in extras["test"] if each.split(">")[0] in _TESTS]
+    return [*project["dependencies"], *tests, *extras["valkey"]]
 
 
 def _imports(python: Path) -> bool:

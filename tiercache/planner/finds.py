@@ -67,7 +67,7 @@ class Finds:
             return False
         if self.state.online(self.level):
             return True
-        self.probe(symbols, begin)
+        self.probe(symbols, min(begin, n - 1))  # held to its end, but with a hole
         return False
 
     def probe(self, symbols: bytes, at: int) -> None:

@@ -115,7 +115,7 @@ class MooncakeClient:
         if self.options.client:
             raise OSError("a client in another process reads and writes its shared memory only")
         with self._state:
-            if any(each is memory for each in self._memory):
+            if any(_range(each) == _range(memory) for each in self._memory):
                 return
             if self._store is not None and not _register(self._store, memory):
                 raise OSError(f"Mooncake does not take {memory.nbytes} bytes of memory for itself")
@@ -128,7 +128,7 @@ class MooncakeClient:
         if os.getpid() != self._pid:
             return
         with self._state:
-            kept = [each for each in self._memory if each is not memory]
+            kept = [each for each in self._memory if _range(each) != _range(memory)]
             if len(kept) == len(self._memory):
                 return
             self._memory = kept
