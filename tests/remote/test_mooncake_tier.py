@@ -37,7 +37,7 @@ def library() -> FakeLibrary:
 
 @pytest.fixture
 def tier(master: str, library: FakeLibrary) -> Iterator[MooncakeTier]:
-    tier = MooncakeTier(MooncakeOptions.from_url(f"mooncake://{master}"), library)
+    tier = MooncakeTier(MooncakeOptions.from_url(f"mooncake://{master}"), library, lambda settings: None)
     yield tier
     tier.close()
     assert [crash for client in library.clients for crash in client.crashes] == []
@@ -48,7 +48,9 @@ class TestConformance(KeyTierSuite):
 
     @pytest.fixture
     def make_tier(self, master: str):
-        return lambda: MooncakeTier(MooncakeOptions.from_url(f"mooncake://{master}"), FakeLibrary())
+        return lambda: MooncakeTier(
+            MooncakeOptions.from_url(f"mooncake://{master}"), FakeLibrary(), lambda settings: None
+        )
 
 
 def got(tier: MooncakeTier, deadline_s: float = 5.0) -> list[bool]:
@@ -285,7 +287,7 @@ def test_mooncake_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_reach_the_setup(master: str, library: FakeLibrary) -> None:
     """In Mooncake's order; our own address is the one that leads to the master."""
     url = f"mooncake://{master}?protocol=rdma&device=mlx5_0,mlx5_1&segment=8GiB&buffer=512MiB&replicas=2"
-    tier = MooncakeTier(MooncakeOptions.from_url(url), library)
+    tier = MooncakeTier(MooncakeOptions.from_url(url), library, lambda settings: None)
     tier.find(KEYS, 5.0)
     assert library.clients[0].setup_with == (
         "127.0.0.1", "P2PHANDSHAKE", 8 << 30, 512 << 20, "rdma", "mlx5_0,mlx5_1", master,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from typing import TypeVar
 
 import pytest
 from debian_packages import program
+from rig_island import WIRE, Island
 
 __all__ = ["Client", "Etcd", "Master", "Owner", "Rig", "free_port", "mooncake_rig", "private_network"]
 
@@ -37,12 +39,19 @@ if os.getppid() != int(sys.argv[1]):
     raise SystemExit("the parent is gone")
 os.execv(sys.argv[2], sys.argv[2:])
 """
+_SSD = {
+    "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
+    "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "8",
+    "MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES": str(4 << 20),
+}
+"""Small files, soon."""
 _OWNER = """
 import signal, sys
 signal.alarm(int(sys.argv[3]))
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
-code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1])
+master, nbytes, _, host, ssd = sys.argv[1:]
+code = store.setup(host, "P2PHANDSHAKE", int(nbytes), 32 << 20, "tcp", "", master, None, bool(ssd), ssd)
 print("code", code, store.get_hostname(), flush=True)
 sys.stdin.read()
 store.close()
@@ -50,8 +59,8 @@ store.close()
 
 
 def private_network() -> bool:
-    """Whether this process sees the loopback interface only."""
-    return {name for _, name in socket.if_nameindex()} == {"lo"}
+    """Whether this process sees no interface but loopback, and the wires to its own islands."""
+    return all(name == "lo" or name.startswith(WIRE) for _, name in socket.if_nameindex())
 
 
 def free_port() -> int:
@@ -64,14 +73,20 @@ def free_port() -> int:
 class _Process:
     """A child that dies with us, its output in a file."""
 
-    def __init__(self, command: list[str], log: Path, **options: object) -> None:
+    def __init__(
+        self, command: list[str], log: Path, *, talks: bool = False, on: Island | None = None, **environment: str
+    ) -> None:
+        """talks: through pipes. on: where it runs, and listens (None: here)."""
         self.log = log
+        self.host = HOST if on is None else on.there
+        command = command if on is None else on.on(command)
         with log.open("ab") as file:
             self.popen = subprocess.Popen(
-                [sys.executable, "-c", _BORN_MORTAL, str(os.getpid()), *command],
-                stdout=subprocess.PIPE if options.get("stdout") else file,
-                stdin=subprocess.PIPE if options.get("stdin") else subprocess.DEVNULL,
+                [sys.executable, "-c", _BORN_MORTAL, str(os.getpid()), shutil.which(command[0]) or "", *command[1:]],
+                stdout=subprocess.PIPE if talks else file,
+                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
                 stderr=file,
+                env={**os.environ, **environment},
             )
 
     @property
@@ -109,7 +124,7 @@ class _Process:
         while time.monotonic() < end:
             if not self.alive:
                 raise RuntimeError(f"it ended at once, {self.popen.returncode}: {self.log.read_text()[-500:]}")
-            with contextlib.suppress(OSError), socket.create_connection((HOST, port), 0.2):
+            with contextlib.suppress(OSError), socket.create_connection((self.host, port), 0.2):
                 return
             time.sleep(0.05)
         self.kill()
@@ -157,10 +172,13 @@ class Master(_Process):
         metrics_port: int | None = None,
         etcd: Etcd | None = None,
         stands_by: bool = False,
+        on: Island | None = None,
     ) -> None:
         import mooncake
 
         self.folder = folder
+        self.on = on
+        host = HOST if on is None else on.there
         self.flags = flags
         self.store_address = f"etcd://{etcd.address}" if etcd else ""
         """As Mooncake's clients want it where masters are elected."""
@@ -171,39 +189,43 @@ class Master(_Process):
         binary = str(Path(mooncake.__file__).parent / "mooncake_master")
         command = [
             binary,
-            f"--rpc_address={HOST}",
+            f"--rpc_address={host}",
             f"--rpc_port={self.port}",
-            f"--metrics_host={HOST}",
+            f"--metrics_host={host}",
             f"--metrics_port={self.metrics_port}",
             "--logtostderr",
             *flags,
         ]
-        super().__init__(command, folder / f"master-{self.port}.log")
+        super().__init__(command, folder / f"master-{self.port}.log", on=on)
         if not stands_by:  # one that does listens once it is elected
             self._wait_up(self.port)
 
     @property
     def address(self) -> str:
-        return f"{HOST}:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def again(self) -> Master:
         """A new master, with nothing in it, at the same address."""
-        return Master(self.folder, *self.flags, port=self.port, metrics_port=self.metrics_port)
+        return Master(self.folder, *self.flags, port=self.port, metrics_port=self.metrics_port, on=self.on)
 
     def metrics(self, path: str = "/metrics") -> str:
         """What it says of itself."""
-        with urllib.request.urlopen(f"http://{HOST}:{self.metrics_port}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{self.host}:{self.metrics_port}{path}", timeout=5) as answer:
             return str(answer.read().decode())
 
 
 class Owner(_Process):
-    """A process that gives `nbytes` of memory to the store and holds what others put there."""
+    """A process that gives `nbytes` of memory to the store and holds what others put there; with `ssd`, a folder, also
+    there (the master has to be told `--enable_offload=true`)."""
 
-    def __init__(self, folder: Path, master: Master, nbytes: int) -> None:
+    def __init__(
+        self, folder: Path, master: Master, nbytes: int, *, on: Island | None = None, ssd: Path | None = None
+    ) -> None:
         log = folder / f"owner-{master.port}-{time.monotonic_ns()}.log"
         address = master.store_address or master.address
-        command = [sys.executable, "-c", _OWNER, address, str(nbytes), str(LIFE_S)]
-        super().__init__(command, log, stdin=True, stdout=True)
+        host = HOST if on is None else on.there
+        command = [sys.executable, "-c", _OWNER, address, str(nbytes), str(LIFE_S), host, str(ssd or "")]
+        super().__init__(command, log, talks=True, on=on, **(_SSD if ssd is not None else {}))
         assert self.popen.stdout is not None
         words: list[str] = []
         while not words or words[0] != "code":  # the library itself may print
@@ -252,18 +274,20 @@ class Rig:
         self.folder = folder
         self._started: list[_Process] = []
 
-    def master(self, *flags: str) -> Master:
+    def master(self, *flags: str, on: Island | None = None) -> Master:
         """A new master. A port that another took meanwhile costs a second try."""
         for turn in range(3):
             try:
-                return self.adopt(Master(self.folder, *flags))
+                return self.adopt(Master(self.folder, *flags, on=on))
             except RuntimeError:
                 if turn == 2:
                     raise
         raise AssertionError
 
-    def owner(self, master: Master, nbytes: int = 256 * MIB) -> Owner:
-        owner = Owner(self.folder, master, nbytes)
+    def owner(
+        self, master: Master, nbytes: int = 256 * MIB, *, on: Island | None = None, ssd: Path | None = None
+    ) -> Owner:
+        owner = Owner(self.folder, master, nbytes, on=on, ssd=ssd)
         self._started.append(owner)
         return owner
 

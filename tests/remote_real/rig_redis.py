@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from debian_packages import program
+from rig_island import Island
 
 __all__ = ["HOST", "Certificates", "RedisServer", "free_port"]
 
@@ -70,11 +71,17 @@ class RedisServer:
     unix: bool = False
     more: tuple[str, ...] = ()
     """Further words of its command line."""
+    on: Island | None = None
+    """Where it runs, and listens; None: here."""
 
     def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self.log = self.place / "redis.log"
         self.socket = self.place / "redis.sock"
+
+    @property
+    def _host(self) -> str:
+        return HOST if self.on is None else self.on.there
 
     @property
     def url(self) -> str:
@@ -95,7 +102,20 @@ class RedisServer:
         """Run it, empty."""
         self.place.mkdir(parents=True, exist_ok=True)
         words: list[object] = [program("setpriv"), "--pdeathsig", "KILL", "--", program("redis-server")]
-        words += ["--bind", HOST, "--save", "", "--appendonly", "no", "--dir", self.place, "--io-threads", "1"]
+        words += [
+            "--bind",
+            self._host,
+            "--protected-mode",
+            "no",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+            self.place,
+            "--io-threads",
+            "1",
+        ]
         words += ["--maxmemory", self.maxmemory, "--maxmemory-policy", self.policy, *self.more]
         words += ["--port", 0 if self.tls or self.unix else self.port]
         if self.unix:
@@ -106,7 +126,10 @@ class RedisServer:
         if self.password:
             words += ["--requirepass", self.password]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen([str(word) for word in words], stdout=log, stderr=log, cwd=self.place)
+            command = [str(word) for word in words]
+            if self.on is not None:
+                command = self.on.on(command)
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.place)
         until = time.monotonic() + UP_S
         while not self._listens():
             if self._process.poll() is not None or time.monotonic() > until:
@@ -116,7 +139,7 @@ class RedisServer:
         return self
 
     def _listens(self) -> bool:
-        kind, place = (socket.AF_UNIX, str(self.socket)) if self.unix else (socket.AF_INET, (HOST, self.port))
+        kind, place = (socket.AF_UNIX, str(self.socket)) if self.unix else (socket.AF_INET, (self._host, self.port))
         with socket.socket(kind) as probe:
             probe.settimeout(1.0)
             return probe.connect_ex(place) == 0
@@ -139,7 +162,7 @@ class RedisServer:
 
     def command(self, *words: str) -> str:
         """What the server answers to a command, as redis-cli prints it."""
-        place = ["-s", str(self.socket)] if self.unix else ["-h", HOST, "-p", str(self.port)]
+        place = ["-s", str(self.socket)] if self.unix else ["-h", self._host, "-p", str(self.port)]
         secure = ["--tls", "--cacert", str(self.tls.ca)] if self.tls else []
         environment = {**os.environ, **({"REDISCLI_AUTH": self.password} if self.password else {})}
         cli = [str(program("redis-cli")), *place, *secure, *words]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -37,6 +37,7 @@ from tiercache.remote.mooncake_codes import (
     said,
 )
 from tiercache.remote.mooncake_options import MooncakeOptions
+from tiercache.remote.mooncake_rehearsal import rehearse
 from tiercache.types import Bools
 
 __all__ = ["MooncakeOptions", "MooncakeTier"]
@@ -61,9 +62,12 @@ _ALLOCATED, _CAPACITY = "master_allocated_bytes", "master_total_capacity_bytes"
 
 class MooncakeTier:
     """See the module, and `MooncakeOptions`. Connects in the first call that needs it. Safe to call from several
-    threads. ConfigError where Mooncake cannot be loaded. `library`: what stands in for the module `mooncake.store`."""
+    threads. ConfigError where Mooncake cannot be loaded. `library`: what stands in for the module `mooncake.store`;
+    `rehearse`: for opening it in another process first."""
 
-    def __init__(self, options: MooncakeOptions, library: Any = None) -> None:
+    def __init__(
+        self, options: MooncakeOptions, library: Any = None, rehearse: Callable[[Sequence[Any]], None] = rehearse
+    ) -> None:
         self.options = options
         self.endpoint = options.endpoint
         self.name = f"mooncake {options.endpoint}"
@@ -73,7 +77,7 @@ class MooncakeTier:
         self.unsettled_s = 50.0
         """A transfer that failed after so long ran into Mooncake's limit of 60 s, and may still go on."""
         library = library or load_library()
-        self._client = MooncakeClient(options, library)
+        self._client = MooncakeClient(options, library, rehearse)
         self._bounces = Bounces(self._client)
         self._config = library.ReplicateConfig()
         self._config.replica_num = options.replicas

@@ -1,7 +1,8 @@
 """A process's one client of a Mooncake Store: opened by the call that needs it, never closed under a call.
 
 What Mooncake's client does and does not, all seen with 0.3.13: it connects again by itself when its master returns. Its
-calls release the GIL and may run on several threads. A call after or during its close ends the process, a call in a
+calls release the GIL and may run on several threads, all but its opening and its closing (`mooncake_rehearsal`; a close
+takes a second or two). A call after or during its close ends the process, a call in a
 forked child hangs, and a thread inside a call when the interpreter ends aborts it. Opening one where no master answers
 takes 90 s. A transfer that it gave up after 60 s may still write to its destination. All of that is kept from happening
 here.
@@ -18,7 +19,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 
 from tiercache.errors import ConfigError
 from tiercache.remote.mooncake_options import MooncakeOptions, split_address
+from tiercache.remote.mooncake_rehearsal import rehearse
 
 __all__ = ["MooncakeClient", "load_library"]
 
@@ -73,10 +75,14 @@ def load_library() -> Any:
 
 
 class MooncakeClient:
-    """See the module. Safe to call from several threads. `library`: `mooncake.store`, or what stands in for it."""
+    """See the module. Safe to call from several threads. `library`: `mooncake.store`, or what stands in for it.
+    `rehearse(settings)` raises OSError where a client should not be opened with these now."""
 
-    def __init__(self, options: MooncakeOptions, library: Any) -> None:
+    def __init__(
+        self, options: MooncakeOptions, library: Any, rehearse: Callable[[Sequence[Any]], None] = rehearse
+    ) -> None:
         self.options = options
+        self._rehearse = rehearse
         self.setups = 0
         """How often a client was opened."""
         self.failed_setups = 0
@@ -249,19 +255,20 @@ class MooncakeClient:
         options = self.options
         asked = (options.client,) if options.client else options.masters
         local = _answers(asked, min(_PROBE_S, deadline_s))
-        store = self._library.MooncakeDistributedStore()
+        settings: tuple[Any, ...] = (
+            options.local or local,
+            options.metadata,
+            options.segment_nbytes,
+            options.buffer_nbytes,
+            options.protocol,
+            options.device,
+            options.master_address,
+        )
         if options.client:
-            code = store.setup_dummy(max(_SHARED_NBYTES, options.buffer_nbytes), options.buffer_nbytes, options.client)
-        else:
-            code = store.setup(
-                options.local or local,
-                options.metadata,
-                options.segment_nbytes,
-                options.buffer_nbytes,
-                options.protocol,
-                options.device,
-                options.master_address,
-            )
+            settings = (max(_SHARED_NBYTES, options.buffer_nbytes), options.buffer_nbytes, options.client)
+        self._rehearse(settings)
+        store = self._library.MooncakeDistributedStore()
+        code = store.setup_dummy(*settings) if options.client else store.setup(*settings)
         if code:
             raise OSError(f"Mooncake's setup at {options.endpoint} said {code}")
         return store
