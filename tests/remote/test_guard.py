@@ -13,6 +13,7 @@ from tiercache.remote.guard import (
     LONGEST_WAIT_S,
     SLOWEST_NBYTES_PER_S,
     SMALLEST_JOB_NBYTES,
+    WINDOW_S,
     WriteRate,
     job_blocks,
 )
@@ -175,6 +176,56 @@ def test_an_answer_is_enough_where_only_questions_failed():
         breaker.failed(0.0, delivery=False)
     breaker.answered()
     assert breaker.allows(0.0) and breaker.failures == 0
+
+
+def half_dead(now):
+    """A breaker whose store serves one load and lets the next time out, until it opened; it opened then."""
+    breaker = KeyTierBreaker(1)
+    for turn in range(3):
+        assert breaker.allows(now)
+        breaker.succeeded()
+        breaker.timed_out(now + turn)
+    return breaker, now + 2
+
+
+def test_time_outs_open_it_also_where_others_are_served_in_between():
+    breaker, now = half_dead(100.0)
+    assert breaker.state == "open" and breaker.trips == 1
+    waits = [breaker.backoff_s]
+    for _ in range(4):  # it answers, it serves again, and one more request waits in vain
+        breaker.probes()
+        breaker.answered()
+        breaker.succeeded()
+        now += 1.5
+        assert breaker.allows(now)
+        breaker.timed_out(now)
+        assert breaker.state == "open", "one is enough now"
+        waits.append(breaker.backoff_s)
+    assert waits == [FIRST_BACKOFF_S * 2**i for i in range(5)], "it goes on growing"
+
+
+def test_time_outs_long_ago_are_forgotten():
+    breaker, now = half_dead(100.0)
+    breaker.answered()
+    breaker.succeeded()
+    now += WINDOW_S
+    for turn in range(2):
+        breaker.timed_out(now + turn)
+        breaker.succeeded()
+    assert breaker.state == "closed"
+    now += 2 * WINDOW_S
+    for turn in range(3):
+        breaker.failed(now + turn)
+    assert (breaker.state, breaker.backoff_s) == ("open", FIRST_BACKOFF_S)
+
+
+def test_failures_that_are_no_time_outs_have_to_follow_each_other():
+    breaker = KeyTierBreaker(1)
+    for turn in range(20):
+        breaker.failed(float(turn))
+        breaker.failed(float(turn))
+        breaker.succeeded()
+    assert breaker.state == "closed"
 
 
 def test_the_switch():

@@ -7,10 +7,12 @@ what the breaker does. What is found out is told by phase: before, during the fa
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -101,14 +103,36 @@ class Seen:
     wrong: int = 0
     raised: list[str] = field(default_factory=list)
 
-    def p99_ms(self, verb: str) -> float:
-        """The 99th percentile of how late such calls were."""
-        late = self.late_s[verb]
-        return float(np.percentile(late, 99)) * 1000 if late else float("-inf")
 
-    def worst_p99_ms(self) -> float:
-        """Of all verbs."""
-        return max((self.p99_ms(verb) for verb in self.late_s), default=float("-inf"))
+def p99_ms(late_s: Sequence[float]) -> float:
+    """The 99th percentile, in milliseconds."""
+    return float(np.percentile(late_s, 99)) * 1000
+
+
+class Elsewhere:
+    """Another process that sleeps and looks how long it slept: what the machine is late, and the cache is not."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SLEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def late_s(self) -> float:
+        """The 99th percentile of how much too long a sleep was. Ends it."""
+        out, _ = self._process.communicate("", timeout=_STUCK_S)
+        return float(np.percentile([float(line) for line in out.split()], 99))
+
+
+_SLEEPER = """
+import sys, threading, time
+threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+ended, over = threading.Event(), []
+while not ended.is_set() and len(over) < 60_000:
+    began = time.monotonic()
+    time.sleep(0.005)
+    over.append(time.monotonic() - began - 0.005)
+print(*over)
+"""
 
 
 class Ordeal:
@@ -128,6 +152,8 @@ class Ordeal:
         self.seen = {name: Seen() for name in PHASES}
         self.story: list[tuple[float, str]] = []
         """Seconds since the start, and the breaker's state from then on."""
+        self.machine_late_s: float | None = None
+        """After `calm`: see `Elsewhere`."""
         self._phase = "before"
         self._began = time.monotonic()
         self._stop = threading.Event()
@@ -139,14 +165,21 @@ class Ordeal:
     # -- what a test does -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Ordeal:
+        self._elsewhere = Elsewhere()
         for thread in self._threads:
             thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def calm(self) -> None:
+        """No more calls, but for those under way."""
         self._stop.set()
         for thread in self._threads:
             thread.join(_STUCK_S)
+        if self.machine_late_s is None:
+            self.machine_late_s = self._elsewhere.late_s()
+
+    def __exit__(self, *_: object) -> None:
+        self.calm()
         stuck = [thread for thread in self._threads if thread.is_alive()]
         self.cache.close(timeout=5)
         assert not stuck, f"{len(stuck)} callers never came back"

@@ -259,8 +259,8 @@ def _spoil(ssd):
 
 
 def test_the_pool_is_full(rig):
-    master = rig.master("--default_kv_lease_ttl=600000", "--client_ttl=60")  # nothing may leave for something else
-    rig.owner(master, 48 * MIB)
+    master = rig.master(LEASE, "--client_ttl=60", "--eviction_ratio=0.0")  # nothing leaves for something else
+    rig.owner(master, 32 * MIB)
     seed(master.address)
     with ordeal(master.address) as o:
 

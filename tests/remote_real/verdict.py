@@ -9,15 +9,20 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from ordeal import PATIENCE_S, Ordeal, Seen
+from ordeal import PATIENCE_S, PHASES, Ordeal, p99_ms
 
 __all__ = ["Row", "endure", "judge", "note"]
 
+_ENOUGH = 100
+"""Calls that a 99th percentile is of."""
+LONGEST_S = 1.0
+"""That no call at all may be late, on a machine that does other things too."""
 THRESHOLD = 3
 """Jobs that are given up until the breaker opens."""
 ROWS = "TIERCACHE_REMOTE_ROWS"
@@ -37,6 +42,8 @@ class Row:
     raised: int
     late_ms: float
     """The 99th percentile of how much longer than its deadlines a call took, the worst verb; below 0: none was late."""
+    machine_ms: float
+    """The same of a sleep in another process meanwhile."""
     time_outs: int
     """Jobs that were given up, over the whole of it."""
     story: str
@@ -58,6 +65,7 @@ def endure(
     """Calm, the fault, its end, and hits again. Returns the seconds that the last took."""
     with ordeal.phase("before"):
         ordeal.flows()
+        ordeal.rest(0.5)
     with ordeal.phase("fault"):
         begin()
         ordeal.rest(fault_s)
@@ -72,12 +80,16 @@ def endure(
 
 def judge(ordeal: Ordeal, *, opens: bool) -> None:
     """No wrong byte, nothing raised, nothing late, and the breaker opened (and closed again), or did not."""
-    assert sum(seen.calls["lookup"] for seen in ordeal.seen.values()) > 20
+    ordeal.calm()
+    assert sum(seen.calls["lookup"] for seen in ordeal.seen.values()) > 50
+    allowed_ms = PATIENCE_S * 1000 + 2 * _machine_ms(ordeal)
+    for name, late_ms in {"over the whole": _late_ms(ordeal, PHASES), "fault": _late_ms(ordeal, ("fault",))}.items():
+        assert max(late_ms.values()) <= allowed_ms, f"{name}: late by {late_ms} ms at p99, {allowed_ms:.0f} allowed"
+    longest_s = max(max(late) for seen in ordeal.seen.values() for late in seen.late_s.values())
+    assert longest_s <= LONGEST_S, f"one call was {longest_s:.2f} s late"
     for name, seen in ordeal.seen.items():
         assert seen.wrong == 0, f"{name}: {seen.wrong} loads brought wrong bytes"
         assert not seen.raised, f"{name}: {seen.raised[:3]}"
-        late = {verb: round(seen.p99_ms(verb)) for verb in seen.late_s}
-        assert max(late.values(), default=0) <= PATIENCE_S * 1000, f"{name}: late by (ms, p99) {late}"
     states = ordeal.states()
     assert ("open" in states) == opens, ordeal.story
     openings = sum(pair == ("closed", "open") for pair in pairwise(states))
@@ -87,16 +99,30 @@ def judge(ordeal: Ordeal, *, opens: bool) -> None:
     assert ordeal.cache.check() == []
 
 
+def _late_ms(ordeal: Ordeal, phases: Sequence[str]) -> dict[str, float]:
+    """By verb, the 99th percentile of how late calls were, of verbs called often enough to say so."""
+    late: dict[str, list[float]] = defaultdict(list)
+    for name in phases:
+        for verb, seconds in ordeal.seen[name].late_s.items():
+            late[verb] += seconds
+    return {verb: round(p99_ms(seconds), 1) for verb, seconds in late.items() if len(seconds) >= _ENOUGH} or {"": 0.0}
+
+
+def _machine_ms(ordeal: Ordeal) -> float:
+    return (ordeal.machine_late_s or 0.0) * 1000
+
+
 def note(ordeal: Ordeal, store: str, fault: str, back_s: float | None) -> Row:
     """Put a row down, where it is asked for."""
-    phases = [ordeal.seen.get(name, Seen()) for name in ("before", "fault", "after")]
+    phases = [ordeal.seen[name] for name in ("before", "fault", "after")]
     row = Row(
         store=store,
         fault=fault,
         calls=sum(phases[1].calls.values()),
         wrong=sum(seen.wrong for seen in ordeal.seen.values()),
         raised=sum(len(seen.raised) for seen in ordeal.seen.values()),
-        late_ms=round(max(seen.worst_p99_ms() for seen in ordeal.seen.values() if seen.calls), 1),
+        late_ms=max(_late_ms(ordeal, PHASES).values()),
+        machine_ms=round(_machine_ms(ordeal), 1),
         time_outs=int(ordeal.stats()["overdue_jobs"]),
         story=_told(ordeal.states()),
         hits=" / ".join(str(seen.remote_blocks) for seen in phases),
@@ -120,12 +146,12 @@ def _told(states: list[str]) -> str:
 def table(rows: list[Row]) -> str:
     """In Markdown."""
     lines = [
-        "| store | what happens | calls meanwhile | wrong bytes | exceptions | late at p99, ms | jobs given up "
-        "| breaker | blocks from the store before / meanwhile / after | hits again after, s |",
+        "| store | what happens | calls meanwhile | wrong bytes | exceptions | late at p99, ms (a sleep elsewhere) "
+        "| jobs given up | breaker | blocks from the store before / meanwhile / after | hits again after, s |",
         "|" + "---|" * 10,
     ]
     for row in sorted(rows, key=lambda each: each.store):
-        late = f"{row.late_ms:.1f}" if row.late_ms > 0 else "none"
+        late = f"{max(0.0, row.late_ms):.1f} ({row.machine_ms:.1f})"
         back = "-" if row.back_s is None else f"{row.back_s:.1f}"
         cells = (row.store, row.fault, row.calls, row.wrong, row.raised, late, row.time_outs, row.story, row.hits, back)
         lines.append("| " + " | ".join(map(str, cells)) + " |")

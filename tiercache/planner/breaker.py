@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 
-from tiercache.remote.guard import FIRST_BACKOFF_S, JITTER, LONGEST_BACKOFF_S, THRESHOLD
+from tiercache.remote.guard import FIRST_BACKOFF_S, JITTER, LONGEST_BACKOFF_S, THRESHOLD, WINDOW_S
 
 __all__ = ["Breaker", "KeyTierBreaker"]
 
@@ -62,6 +63,10 @@ class Breaker:
         self.probing = False
         self.retry_at = now + self.backoff_s
 
+    def timed_out(self, now: float) -> None:
+        """A job failed at its deadline: somebody may have waited all that time."""
+        self.failed(now)
+
     def undecided(self) -> None:
         """A job came back without telling anything of the level (cancelled, of an old epoch)."""
         self.probing = False
@@ -71,7 +76,9 @@ class KeyTierBreaker(Breaker):
     """A key tier's: while it is open no load and no write goes out, only a question that nobody waits for.
 
     A question that was answered says nothing of deliveries: where these had failed too, the breaker closes on trial,
-    and the next failure opens it again for twice as long. It is also the kill switch (`enabled`).
+    and the next failure opens it again for twice as long. Time-outs that requests wait for open it also where others
+    are served in between (of two owners of a store one is dead): so many of them within WINDOW_S as failures in a row,
+    and while there are any the back-off goes on growing. It is also the kill switch (`enabled`).
     """
 
     def __init__(self, seed: int, enabled: bool = True) -> None:
@@ -84,6 +91,8 @@ class KeyTierBreaker(Breaker):
         self._jitter = random.Random(seed)
         self._on_trial = False
         self._deliveries_failed = False
+        self._timed_out_at: deque[float] = deque(maxlen=THRESHOLD)
+        self._opened_late = False
         self._changed()
 
     def allows(self, now: float) -> bool:
@@ -115,7 +124,10 @@ class KeyTierBreaker(Breaker):
 
     def succeeded(self) -> None:
         """A job delivered."""
+        backoff_s = self.backoff_s
         super().succeeded()
+        if self._timed_out_at:  # maybe of another part of the store
+            self.backoff_s = backoff_s
         self._on_trial = self._deliveries_failed = False
         self._changed()
 
@@ -128,19 +140,33 @@ class KeyTierBreaker(Breaker):
             self.failures, self._on_trial = self.threshold - 1, True
             self._changed()
 
+    def timed_out(self, now: float, *, delivery: bool = True, probe: bool = False) -> None:
+        """A load, or a question, failed at its deadline."""
+        late = self._timed_out_at
+        late.append(now)
+        while late[0] <= now - WINDOW_S:
+            late.popleft()
+        self._fail(now, delivery, probe, len(late) >= self.threshold)
+
     def failed(self, now: float, *, delivery: bool = True, probe: bool = False) -> None:
-        """A job failed or is overdue."""
+        """A job failed."""
+        self._fail(now, delivery, probe, False)
+
+    def _fail(self, now: float, delivery: bool, probe: bool, too_late: bool) -> None:
         self.failures += 1
         self._deliveries_failed |= delivery
         if self.retry_at is None:
-            if self.failures < self.threshold:
+            if self.failures < self.threshold and not too_late:
                 return
             self.trips += 1
         elif not probe:
             return  # it was under way when the level went offline: no news
-        if probe or self._on_trial:
+        if self._timed_out_at and self._timed_out_at[-1] <= now - WINDOW_S:
+            self.backoff_s = self.first_backoff_s
+        if probe or self._on_trial or (too_late and self._opened_late):
             self.backoff_s = min(self.backoff_s * 2, self.longest_backoff_s)
         self.probing = self._on_trial = False
+        self._opened_late = too_late
         self.retry_at = now + self.backoff_s * (1 - JITTER * self._jitter.random())
         self._changed()
 

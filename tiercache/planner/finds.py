@@ -154,7 +154,7 @@ class Finds:
             credit.others -= 1
             state.counters[self.level].overdue_jobs += 1
             self.counters.timeouts += 1
-            breaker.failed(state.now, delivery=False, probe=find.probe)
+            breaker.timed_out(state.now, delivery=False, probe=find.probe)
             self._failed(find)
             return
         del self.under_way[message.job]
@@ -164,7 +164,9 @@ class Finds:
             return
         credit.others -= 1
         self.counters.timeouts += message.reason == "deadline"
-        if message.reason in ("io", "deadline"):
+        if message.reason == "deadline":
+            breaker.timed_out(state.now, delivery=False, probe=find.probe)
+        elif message.reason == "io":
             breaker.failed(state.now, delivery=False, probe=find.probe)
         elif message.reason:
             breaker.undecided(probe=find.probe)

@@ -168,7 +168,7 @@ class Results:
         level = max(job.src_level, job.dst_level)
         state.lose(flight)
         state.counters[level].overdue_jobs += 1
-        state.breakers[level].failed(state.now)
+        state.breakers[level].timed_out(state.now)
         for each, slots, _ in self._destinations(flight):
             table = state.residency.tables[each]
             self._fail(each, slots[table.state[slots] == WRITING])
@@ -193,7 +193,9 @@ class Results:
         told = result.reason == "missing" or (job.symbols is not None and result.reason == "checksum")
         if good == job.n or (good and result.reason == "checksum") or told:
             breaker.succeeded()
-        elif result.reason in ("io", "deadline"):
+        elif result.reason == "deadline":
+            breaker.timed_out(state.now)
+        elif result.reason == "io":
             breaker.failed(state.now)
         else:
             breaker.undecided()

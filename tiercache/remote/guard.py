@@ -15,6 +15,7 @@ __all__ = [
     "JOB_NBYTES",
     "LONGEST_BACKOFF_S",
     "THRESHOLD",
+    "WINDOW_S",
     "WriteRate",
     "job_blocks",
 ]
@@ -26,6 +27,8 @@ THRESHOLD = 3
 """Failures in a row after which nothing is asked any more."""
 FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 5.0
+WINDOW_S = 30.0
+"""In which so many loads and questions may time out, whatever succeeds in between."""
 JITTER = 0.25
 """By up to such a share a back-off is shorter than it would be."""
 
