@@ -167,7 +167,6 @@ def _remote_stats(stack: Stack, removed: int) -> dict[str, Any] | None:
         "jobs": state.credits[finds.level].jobs,
         "lost_jobs": state.credits[finds.level].lost_jobs + writes.lost,
         "enabled": breaker.enabled,
-        "endpoint": getattr(keyed, "endpoint", ""),
         "online": state.online(finds.level),
         "breaker": breaker.state,
         "trips": breaker.trips,

@@ -102,7 +102,8 @@ class SchedulerSide:
         self._hellos[hello.rank] = hello
         if len(self._hellos) < self.engine.ranks:
             return
-        begun = start(self.engine, self._hellos, self._epoch_file, self._digest, self.events, self._clock())
+        was_reset = self.counters.resets > 0
+        begun = start(self.engine, self._hellos, self._epoch_file, self._digest, self.events, self._clock(), was_reset)
         self.planner, self.cold_reason = begun.planner, begun.cold_reason
         if begun.lacking is not None:
             self._orders.messages.append(Forget(begun.lacking))
@@ -433,7 +434,8 @@ class SchedulerSide:
         engine_cache_is_empty: False where the engine's own prefix cache, or a running request, may hold KV of before.
         """
         epoch = os.urandom(16)
-        self._epoch_file.write(epoch, left=self._epoch_file.left() or self._epoch_file.read())
+        before = None if self.counters.resets else self._epoch_file.read()  # else a nonce that nobody can come back to
+        self._epoch_file.write(epoch, before, self.engine.tag)
         self.counters.resets += 1
         if self.engine.tag is not None and self.counters.resets == 1:
             _log.warning("a reset: the remote tier finds nothing of others, until a start with another epoch")
