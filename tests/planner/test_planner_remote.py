@@ -413,3 +413,24 @@ def test_what_is_computed_sooner_than_fetched_is_not_offered():
     worth = each.planner.lookup(symbols, n, each.now, block_s=0.5)
     assert (worth.blocks, worth.remote) == (8, 8) and worth.load_s == pytest.approx(1.0, rel=0.3)
     each.finish()
+
+
+def test_no_load_waits_longer_than_one_deadline():
+    """Two jobs are under way, which is all there may be; a third load waits for them, and one of them is late."""
+    prompts = ["abcdefgh", "ijklmnop", "qrstuvwx"]
+    each = bench(dram(64))
+    for prompt in prompts:
+        each.share(prompt)
+        assert each.asked(prompt).remote == 8
+    loads = [each.load(prompt) for prompt in prompts]
+    each.take()
+    under_way = each.jobs("load")
+    assert len(under_way) == 2 and len(loads[2].segments) == 1
+    outcome = each.overdue(under_way[0].id)
+    assert loads[2] in outcome.loads and loads[2].blocks == 0, "it would wait for others that may be late too"
+    each.take()
+    each.deliver_all()
+    assert loads[1].blocks == 8, "what is under way goes on"
+    for load in loads:
+        each.release_load(load)
+    each.finish()

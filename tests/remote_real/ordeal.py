@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -102,11 +102,6 @@ class Seen:
     """Lookups of prompts that the store should have, which found none of it."""
     wrong: int = 0
     raised: list[str] = field(default_factory=list)
-
-
-def p99_ms(late_s: Sequence[float]) -> float:
-    """The 99th percentile, in milliseconds."""
-    return float(np.percentile(late_s, 99)) * 1000
 
 
 class Elsewhere:

@@ -363,7 +363,7 @@ class Planner:
         """Take over what the mover reports; then tend."""
         self._begin(now)
         outcome = self.results.take(message)
-        outcome.loads += self.loads.fail_offline()
+        outcome.loads += self.loads.fail_offline(outcome.late)
         self._pump()
         outcome.loads += self.loads.fail_unfilled()
         self.demotion.tend()

@@ -328,10 +328,13 @@ class Loads:
             if not other.done and np.isin(other.slots, filled).any():
                 self._wait_for(other, job)
 
-    def fail_offline(self) -> list[Load]:
-        """Queued segments are not loaded any more from levels that went offline. Returns loads that are done by it."""
+    def fail_offline(self, late: int | None = None) -> list[Load]:
+        """Queued segments are not loaded any more from levels that went offline, nor from one where a job was `late`:
+        they would wait for others there that may be late too. Returns loads that are done by it."""
         changed: list[Load] = []
         given_up = {level for level in range(len(self.state.breakers)) if self.state.is_given_up(level)}
+        if late is not None:
+            given_up.add(late)
         if not given_up:
             return []
         for load in self._queue:
