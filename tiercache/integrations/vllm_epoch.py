@@ -8,6 +8,7 @@ that none of them brings anything of it back after a restart; another tag does.
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from tiercache.directory import read_small, write_durably
@@ -25,6 +26,7 @@ class EpochFile:
 
     def __init__(self, folder: Path | None) -> None:
         self.path = None if folder is None else folder / "epoch"
+        self._was_reset = False
 
     def read(self) -> bytes | None:
         """The epoch; None where there is none, or it cannot be read."""
@@ -47,6 +49,14 @@ class EpochFile:
             return bytes.fromhex(epoch), tuple(left)
         except (OSError, ValueError):
             return None, ()
+
+    def leave(self, tag: bytes | None) -> bytes:
+        """A reset: the epoch from now on, which nobody else has. The one before, and the tag, are left for ever."""
+        epoch = os.urandom(16)
+        before = None if self._was_reset else self.read()  # else a nonce, to which nobody can come back
+        self.write(epoch, before, tag)
+        self._was_reset = True
+        return epoch
 
     def write(self, epoch: bytes, *leaves: bytes | None) -> None:
         """Durable on return; an error in the log where it cannot be written. leaves: tags that are left by it, beside

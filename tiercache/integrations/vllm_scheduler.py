@@ -7,7 +7,6 @@ Called by the engine's scheduler only, from one thread. What was decided goes to
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -433,9 +432,7 @@ class SchedulerSide:
 
         engine_cache_is_empty: False where the engine's own prefix cache, or a running request, may hold KV of before.
         """
-        epoch = os.urandom(16)
-        before = None if self.counters.resets else self._epoch_file.read()  # else a nonce that nobody can come back to
-        self._epoch_file.write(epoch, before, self.engine.tag)
+        epoch = self._epoch_file.leave(self.engine.tag)
         self.counters.resets += 1
         if self.engine.tag is not None and self.counters.resets == 1:
             _log.warning("a reset: the remote tier finds nothing of others, until a start with another epoch")
