@@ -116,11 +116,11 @@ class MooncakeTier:
 
     def put(self, keys: Sequence[bytes], rows: Values, deadline_s: float) -> Bools:
         """See `KeyTier.put`; a key that is there keeps its value, and is a True. Waits a little for room in a full
-        store."""
+        store: half of the deadline, for a full store must not look like one that hangs."""
         codes = np.full(len(keys), NOT_TRIED, dtype=np.int64)
-        until = time.monotonic() + min(deadline_s, _LONGEST_RETRY_S)
         pause_s = _FIRST_PAUSE_S
         with self._client.using(deadline_s) as store:
+            until = time.monotonic() + min(deadline_s / 2, _LONGEST_RETRY_S)
             call = _Call(store.batch_put_from, _names(keys), rows, self._config)
             self._in_batches(call, codes, 0, len(keys), time.monotonic() + deadline_s)
             while (full := np.flatnonzero(codes == NO_ROOM)).size and time.monotonic() + pause_s < until:
