@@ -34,6 +34,11 @@ class Expiry:
             heapq.heappush(self._heap, (first, node.id))
             self.next = self._heap[0][0]
 
+    def knows(self, node: Node) -> bool:
+        """Is this run looked at by the time its first block ends?"""
+        first = math.inf if node.hints is None else float(node.hints["expires"].min())
+        return first >= self._entry.get(node.id, math.inf)
+
     def note_all(self, numbers: list[int], firsts: list[float]) -> None:
         """The runs of these numbers, none of which was noted before, and when the first of their blocks ends."""
         self._entry.update(zip(numbers, firsts, strict=True))

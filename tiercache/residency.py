@@ -139,7 +139,9 @@ class Residency:
     def split(self, node: Node, at: int) -> Node:
         """`PrefixIndex.split`; both parts are filed anew."""
         head = self.index.split(node, at)
-        self.stale[head] = self.stale[node] = None
+        for each in (head, node):
+            self.stale[each] = None
+            self.expiry.note(each)
         return head
 
     def set_charge(self, node: Node, charge: int) -> None:

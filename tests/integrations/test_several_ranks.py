@@ -123,6 +123,16 @@ def test_what_is_bad_on_one_rank_is_bad():
     assert both.bad.tolist() == [False, True]
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(("grave", "other"), [("deadline", "missing"), ("io", "refused"), ("io", "cancelled")])
+def test_the_gravest_reason_counts(order, grave, other):
+    """A rank whose store is dead is not excused by one whose store lacks the block."""
+    ranks, both = RankResults(2), []
+    for rank in order:
+        both += ranks.take({rank: [result([False], (grave, other)[rank])]})
+    assert [each.reason for each in both] == [grave]
+
+
 def test_overdue_is_told_once_no_rank_touches_its_memory_any_more():
     """A write to a key tier gives its source free when it is overdue: also where another rank was about to read it."""
     ranks = RankResults(2)

@@ -1,6 +1,7 @@
 """A remote tier under an engine that checks every byte: two engines and one store that is slow, dead or lies."""
 
 import random
+import shutil
 import time
 
 import pytest
@@ -8,6 +9,7 @@ from fake_engine import FakeEngine, settings_of
 
 from tiercache.config import Remote
 from tiercache.integrations.vllm_messages import SYMBOL_NBYTES
+from tiercache.integrations.vllm_scheduler import SchedulerSide
 from tiercache.keys import chain_keys
 from tiercache.layout import Namespace
 from tiercache.testing import FaultyKeyTier, HangingKeyTier, MemoryKeyTier, SlowKeyTier
@@ -380,6 +382,73 @@ def test_a_reset_leaves_the_tag_also_after_a_restart(make_engine, tmp_path, capl
     fourth.close()
     fifth = make_engine(store, disk(tmp_path), ranks, tag=b"weights 3")
     assert fifth.scheduler.planner.epoch == b"weights 3", "no reset since"
+
+
+def of_tag(make_engine, store, tmp_path, tag=TAG, *, seed=2):
+    """The epoch of one more start over this disk, and what it finds of what others put under the first tag."""
+    engine = make_engine(store, disk(tmp_path), tag=tag)
+    engine.version = 1
+    engine.ask(prompt(seed), 1)
+    epoch = engine.scheduler.planner.epoch
+    loaded = found(engine)
+    engine.close()
+    return epoch, loaded
+
+
+@pytest.mark.parametrize("follows", ["a rank's files are gone", "another tag"])
+def test_a_tag_that_was_left_is_left_whatever_follows(make_engine, tmp_path, follows):
+    store = MemoryKeyTier(1000)
+    for seed in (2, 3):
+        ask_and_put(make_engine(store), prompt(seed))
+    engine = make_engine(store, disk(tmp_path))
+    engine.ask(prompt(1), 1)
+    engine.new_weights()
+    engine.close()
+    if follows == "another tag":
+        assert of_tag(make_engine, store, tmp_path, b"weights 2", seed=4)[0] == b"weights 2"
+    else:
+        shutil.rmtree(tmp_path / "kv/dp0/rank0")
+    for seed in (2, 3):  # the first start begins a new epoch
+        epoch, loaded = of_tag(make_engine, store, tmp_path, seed=seed)
+        assert epoch != TAG and not loaded
+
+
+def test_a_second_tag_is_left_as_the_first_was(make_engine, tmp_path):
+    store = MemoryKeyTier(1000)
+    for tag in (b"weights 2", TAG):
+        engine = make_engine(store, disk(tmp_path), tag=tag)
+        engine.ask(prompt(1), 1)
+        engine.new_weights()
+        engine.new_weights()
+        engine.close()
+    for tag in (TAG, b"weights 2"):
+        assert of_tag(make_engine, store, tmp_path, tag)[0] not in (TAG, b"weights 2")
+    assert len((tmp_path / "kv/dp0/epoch").read_text().split()) < 8, "no nonce of every reset"
+
+
+def test_a_tag_is_not_used_where_the_epoch_file_cannot_be_read(make_engine, tmp_path, caplog):
+    """It may have been left."""
+    store = MemoryKeyTier(1000)
+    for seed in (2, 3):
+        ask_and_put(make_engine(store), prompt(seed))
+    make_engine(store, disk(tmp_path)).close()
+    (tmp_path / "kv/dp0/epoch").write_text("garbage")
+    for seed in (2, 3):
+        epoch, loaded = of_tag(make_engine, store, tmp_path, seed=seed)
+        assert epoch != TAG and not loaded
+    assert "cannot be read" in caplog.text
+
+
+def test_a_reset_before_the_ranks_introduced_themselves(make_engine):
+    store = MemoryKeyTier(1000)
+    engine = make_engine(store)
+    for was_reset in (False, True):
+        scheduler = SchedulerSide(engine.scheduler.engine, bytes(16))
+        if was_reset:
+            scheduler.reset(engine_cache_is_empty=True)
+        for worker in engine.workers:
+            scheduler.take_hello(worker.hello())
+        assert scheduler.planner is not None and (scheduler.planner.epoch == TAG) is not was_reset
 
 
 def test_a_reset_while_a_load_is_under_way(make_engine):

@@ -370,3 +370,17 @@ def test_fifty_prompts_of_64k_tokens_do_not_push_the_hot_set_out(policy):
     assert 0 < most <= 51_200 // 5
     assert without < alone - 0.05, "without the quota the hot set suffers, or the test shows nothing"
     assert all_of_it > 51_200 // 4
+
+
+def test_blocks_that_are_charged_end_in_time_also_where_a_use_cut_their_run():
+    each = bench(dram(16), quota=0.5)
+    fetched(each, "ab")
+    plan = each.stored("abcdef", 2, ttl=50.0)
+    assert plan.accepted == 4
+    used(each, "abcd")
+    each.check()
+    each.now += 60.0
+    assert each.lookup("abcdef").blocks == 2
+    each.tend()
+    assert each.residents(0) == {"a", "ab"}
+    each.finish()

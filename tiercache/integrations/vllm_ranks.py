@@ -15,6 +15,10 @@ from tiercache.types import ROOT, JobOverdue, JobResult, LevelSpec, PlannerMessa
 __all__ = ["Agreement", "RankResults", "agree"]
 
 
+_GRAVEST = ("deadline", "io", "checksum", "refused", "missing")
+"""Reasons of a job that failed, for what they tell of a tier; of several ranks' the first of these counts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """What all ranks have in common."""
@@ -147,6 +151,10 @@ class RankResults:
         return told
 
 
+def _gravity(reason: str) -> int:
+    return _GRAVEST.index(reason) if reason in _GRAVEST else len(_GRAVEST)
+
+
 def _merged(results: Sequence[JobResult]) -> JobResult:
     bad = [each.bad for each in results if each.bad is not None]
     return JobResult(
@@ -154,7 +162,7 @@ def _merged(results: Sequence[JobResult]) -> JobResult:
         np.logical_and.reduce([each.ok for each in results]),
         sum(each.nbytes for each in results),
         max(each.seconds for each in results),
-        reason=next((each.reason for each in results if each.reason), ""),
+        reason=min((each.reason for each in results if each.reason), key=_gravity, default=""),
         bad=np.logical_or.reduce(bad) if len(bad) == len(results) else None,
         waited_s=max(each.waited_s for each in results),
         pressure=max((each.pressure for each in results if each.pressure is not None), default=None),

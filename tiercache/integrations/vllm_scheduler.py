@@ -7,7 +7,6 @@ Called by the engine's scheduler only, from one thread. What was decided goes to
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -102,7 +101,8 @@ class SchedulerSide:
         self._hellos[hello.rank] = hello
         if len(self._hellos) < self.engine.ranks:
             return
-        begun = start(self.engine, self._hellos, self._epoch_file, self._digest, self.events, self._clock())
+        was_reset = self.counters.resets > 0
+        begun = start(self.engine, self._hellos, self._epoch_file, self._digest, self.events, self._clock(), was_reset)
         self.planner, self.cold_reason = begun.planner, begun.cold_reason
         if begun.lacking is not None:
             self._orders.messages.append(Forget(begun.lacking))
@@ -432,8 +432,7 @@ class SchedulerSide:
 
         engine_cache_is_empty: False where the engine's own prefix cache, or a running request, may hold KV of before.
         """
-        epoch = os.urandom(16)
-        self._epoch_file.write(epoch, left=self._epoch_file.left() or self._epoch_file.read())
+        epoch = self._epoch_file.leave(self.engine.tag)
         self.counters.resets += 1
         if self.engine.tag is not None and self.counters.resets == 1:
             _log.warning("a reset: the remote tier finds nothing of others, until a start with another epoch")

@@ -147,6 +147,8 @@ def _check_tree(state: PlannerState) -> Iterator[str]:
         whole = bool((row >= 0).all() and (state.residency.tables[0].state[row] == RESIDENT).all())
         if node.whole is not None and node.whole != whole:
             yield f"node {node_id}: whole in level 0 is {whole}, remembered is {node.whole}"
+        if not state.residency.expiry.knows(node):
+            yield f"node {node_id}: nobody will look at it when its first block ends"
         if node.plain and (np.frombuffer(node.run, dtype=np.int32) == INT32_MIN).any():
             yield f"node {node_id} is not plain: it has a word INT32_MIN"
     if blocks != index.blocks:
