@@ -152,6 +152,9 @@ def test_a_master_that_another_takes_over_from(mooncake_rig: Rig) -> None:
             back = np.zeros_like(values)
             eventually(lambda: bool(tier.get(keys, back, 5.0).all()), 60.0)
             assert (back == values).all()
+            began = time.monotonic()
+            tier.close()
+            assert time.monotonic() - began < 5.0, "it waits for the watch of the leader, and everybody with it"
 
 
 def test_no_master_yet(mooncake_rig: Rig) -> None:
