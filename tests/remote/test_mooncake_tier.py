@@ -232,6 +232,20 @@ def test_one_thread_connects(tier: MooncakeTier, library: FakeLibrary) -> None:
     assert len(library.clients) == 1
 
 
+def test_a_client_whose_masters_are_elected_is_left_open_without_our_memory(master: str, library: FakeLibrary) -> None:
+    """Its close would wait for its watch of the leader, up to 30 s, and the whole process with it."""
+    tier = MooncakeTier(MooncakeOptions.from_url(f"mooncake://{master}?ha=etcd"), library, lambda settings: None)
+    memory = np.zeros((8, 50), dtype=np.uint8)
+    tier.register(memory)
+    assert tier.put(KEYS, ROWS, 5.0).all()
+    (client,) = library.clients
+    assert client.registered
+    tier.close()
+    assert (client.closed, client.registered) == (0, {})
+    with pytest.raises(OSError, match="closed"):
+        tier.find(KEYS, 5.0)
+
+
 def test_close_leaves_a_client_to_the_call_that_hangs(tier: MooncakeTier, library: FakeLibrary) -> None:
     """And to nobody else: the last call closes it."""
     assert tier.put(KEYS, ROWS, 5.0).all()

@@ -11,8 +11,6 @@ from rig_late import Lateness
 from rig_net import Proxy
 from rig_redis import HOST, RedisServer
 
-pytest.importorskip("valkey", reason="the extra valkey")
-
 from tiercache import DRAM, KVLayout, Remote, TieredKVCache
 from tiercache.remote.urls import open_key_tier
 from tiercache.testing import put_blocks
