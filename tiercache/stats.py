@@ -183,6 +183,7 @@ def _remote_stats(stack: Stack, removed: int) -> dict[str, Any] | None:
         "write_slowdowns": rate.falls,
         "pressure": rate.pressure,
         "removed_wrong": removed,
+        "endpoint": getattr(keyed, "endpoint", ""),
         "transport": "unknown" if keyed is None else keyed.transport,
         "quota": {stack.specs[level].name: quota.limit(level) for level in memory},
         "charged": {stack.specs[level].name: quota.charged(level) for level in memory},
