@@ -27,7 +27,7 @@ help:
 	@echo "make bench-report  docs/benchmarks.md and its pictures, from the newest results"
 	@echo "make hit-ratios  every policy on whole traces (../shared/traces, or ARGS='--traces DIR'): docs/policy.md"
 	@echo "make planted-faults  take each protection out on purpose: the tests must notice (minutes)"
-	@echo "make planted-faults-vllm  the same with the real vLLM (minutes)"
+	@echo "make planted-faults-vllm  the same with the real vLLM, the most telling ones; ALL=1: each that can be seen there"
 	@echo "make lint       ruff: lint and format"
 	@echo "make types      mypy --strict"
 	@echo "make wheel      build the wheel and smoke-test it in a clean venv"
@@ -120,7 +120,7 @@ planted-faults: $(VENV)/test.stamp
 	$(BIN)/python tests/planted/plant.py
 
 planted-faults-vllm:
-	python=$$($(PYTHON) tests/vllm/vllm_venv.py) && PYTHONPATH="$(CURDIR)" "$$python" tests/planted/plant.py --real-vllm $(ARGS)
+	python=$$($(PYTHON) tests/vllm/vllm_venv.py) && PYTHONPATH="$(CURDIR)" "$$python" tests/planted/plant.py --real-vllm $(if $(ALL),--all) $(ARGS)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -140,4 +140,11 @@ FAMILIES: tuple[Family, ...] = (
         "the median over rounds of 30 calls. 64 requests decode in the middle of a block. A prompt that is asked for "
         "the first time has its hashes put side by side, too; asked again, nothing is looked up.",
     ),
+    Family(
+        "remote",
+        "Key tiers",
+        "What a key tier that is off, or given up, costs a lookup: the prompt of above, of which 4,096 blocks are "
+        "held on a path of 64 nodes, 20 lookups a round; it is not asked anything meanwhile. And what "
+        "frames cost on their way to and from it.",
+    ),
 )

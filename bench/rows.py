@@ -254,6 +254,19 @@ def _hooks() -> list[Row]:
     ]
 
 
+def _remote() -> list[Row]:
+    plain = "the same without a key tier"
+    half = "the planner's lookup, half of the prompt in DRAM"
+    frames = "memcpy of the blocks"
+    return [
+        Row("remote/off", "remote", f"{half}, key tier switched off", plain, "times", 1.05, "off"),
+        Row("remote/open", "remote", f"{half}, key tier's breaker open", plain, "times", 1.05, "breaker open"),
+        Row("remote/there", "remote", f"{half}, the rest known to be on the key tier", plain, "times", None, "there"),
+        Row("remote/seal", "remote", "seal_rows of 256 blocks of 256 KiB", frames, "times", None, "seal_rows"),
+        Row("remote/verified", "remote", "verified of 256 frames of 256 KiB", frames, "times", None, "verified"),
+    ]
+
+
 ROWS: tuple[Row, ...] = (
     *_lookup(),
     *_commit(),
@@ -265,6 +278,7 @@ ROWS: tuple[Row, ...] = (
     *_threads(),
     *_hardening(),
     *_hooks(),
+    *_remote(),
 )
 _BY_ID = {each.id: each for each in ROWS}
 

@@ -153,6 +153,7 @@ def test_rows_have_names_of_their_own_and_limits_as_asked():
     assert limits["nvme/read/262144/16"] == limits["nvme/write/2097152/16"] == 0.8
     assert row("reopen/1000000/clean").target == 6 and row("threads/store/8").target == 0.9
     assert row("eviction/evict/1000000").target == 2
+    assert limits["remote/off"] == limits["remote/open"] == 1.05
 
 
 def test_page_is_never_that_of_a_part(tmp_path):

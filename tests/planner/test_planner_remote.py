@@ -434,3 +434,29 @@ def test_no_load_waits_longer_than_one_deadline():
     for load in loads:
         each.release_load(load)
     each.finish()
+
+
+def test_a_load_does_not_wait_for_a_key_tier_that_just_failed():
+    each = shared(dram(64))
+    each.share("qrstuvwx"), each.asked("qrstuvwx")
+    each.stored("abc")
+    load = each.load(P)
+    each.take()
+    each.deliver(each.job("load").id, ok=False, reason="io")
+    each.release_load(load)
+    assert each.state.key_breaker.failures == 1
+    for prompt in ("ijkl", "mnop"):  # two questions are all that may be under way now
+        each.lookup(prompt)
+    each.take()
+    assert len(each.finds) == 2 and each.state.key_room() == 0
+    load = each.load("qrstuvwx")
+    assert load.done and load.blocks == 0, "it would wait for these"
+    each.release_load(load)
+    each.answer()
+    load = each.load("qrstuvwx")
+    assert not load.done, "there is room again"
+    each.take()
+    each.deliver_all()
+    assert load.blocks == 8
+    each.release_load(load)
+    each.finish()

@@ -54,6 +54,17 @@ def eventually(what: Callable[[], bool], within_s: float = 30.0) -> None:
         time.sleep(0.1)
 
 
+def connected(cache: TieredKVCache) -> None:
+    """Ask until the store has answered, which takes a second or more on a busy machine."""
+
+    def answered() -> bool:
+        cache.lookup(prompt(99), deadline_s=1.0)
+        asked = cache.stats().remote
+        return bool(asked["finds"] > asked["finds_failed"] + asked["finds_under_way"])
+
+    eventually(answered)
+
+
 def test_what_one_cache_computed_another_finds(mooncake_rig: Rig) -> None:
     """Written after it was stored, read by another cache, in place on both sides."""
     with Rig(mooncake_rig.folder) as rig:
@@ -77,6 +88,7 @@ def test_a_store_in_trouble_costs_hits_and_nothing_else(mooncake_rig: Rig, whom:
         master = rig.master("--default_kv_lease_ttl=5000", "--client_ttl=600")
         owner = rig.owner(master, 64 * MIB)
         with open_cache(master) as one:
+            connected(one)  # while it connects, writes are dropped
             for number in range(3):
                 store(one, number)
             eventually(lambda: one.stats().remote["written"] >= 3 * N)

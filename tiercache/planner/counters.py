@@ -88,6 +88,8 @@ class RemoteCounters:
     """Asked for by a load, and not there, or not in time."""
     timeouts: int = 0
     """Jobs of any kind that ended by their deadline."""
+    write_timeouts: int = 0
+    """Of these, jobs that write: no request waited for them."""
     writes: int = 0
     """Jobs that write."""
     write_blocks_queued: int = 0

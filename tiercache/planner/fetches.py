@@ -12,7 +12,7 @@ from tiercache.planner.demotion import Demotion
 from tiercache.planner.quota import CHARGE, Quota
 from tiercache.planner.state import PlannerState
 from tiercache.remote.guard import JOB_NBYTES
-from tiercache.types import Idents, Slots
+from tiercache.types import COLD, Bools, Idents, Slots
 
 __all__ = ["JOB_NBYTES", "Fetches", "source_slots"]
 
@@ -54,6 +54,11 @@ class Fetches:
         if not path or path.nodes[-1] is not node:
             path.nodes.append(node)
         path.take = node.n
+
+    def cold(self, path: Path, n: int) -> Bools:
+        """Per block: does it belong into the slow tiers only?"""
+        hints = path.shorten(n).hints() if self.state.any_cold else None
+        return np.zeros(n, dtype=np.bool_) if hints is None else np.asarray(hints["priority"] == COLD)
 
     def job_blocks(self) -> int:
         """Blocks of one job at the key tier: as many as credits for one job cover, and no more than JOB_NBYTES."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from tiercache.planner.load import Load, Segment, filled_slots
 from tiercache.planner.quota import Quota
 from tiercache.planner.state import Flight, PlannerState
 from tiercache.slots import RESIDENT, WRITING
-from tiercache.types import CALLER, COLD, Bools, Idents, Slots
+from tiercache.types import CALLER, Bools, Idents, Slots
 
 __all__ = ["Load", "Loads"]
 
@@ -80,6 +81,8 @@ class Loads:
         if load.segments:
             self._queue.append(load)
             self.pump()
+            if state.key_room() <= 0:
+                self._give_up({len(state.specs)}, (load,))
         self._settle(load)
         return load
 
@@ -192,7 +195,7 @@ class Loads:
         upper = last - 1
         if last > 0 and state.specs[last].persistent and state.online(upper):
             here = min(n, known)
-            wanted = true_at((best[:here] == last) & (gathered[upper, :here] < 0) & ~self._cold(path, here))
+            wanted = true_at((best[:here] == last) & (gathered[upper, :here] < 0) & ~self.fetches.cold(path, here))
             wanted = wanted[wanted >= start]
             wanted = wanted[: state.job_room(CALLER, upper)]
             if len(wanted):
@@ -216,11 +219,6 @@ class Loads:
             slots = source_slots(gathered, source, at)
             self._add_segment(load, source, slots, rows[begin:end], idents[at], first, also)
         return load
-
-    def _cold(self, path: Path, n: int) -> Bools:
-        """Per block: does it belong into the slow tiers only?"""
-        hints = path.shorten(n).hints() if self.state.any_cold else None
-        return np.zeros(n, dtype=np.bool_) if hints is None else np.asarray(hints["priority"] == COLD)
 
     def _add_segment(
         self,
@@ -328,17 +326,19 @@ class Loads:
             if not other.done and np.isin(other.slots, filled).any():
                 self._wait_for(other, job)
 
-    def fail_offline(self, late: int | None = None) -> list[Load]:
-        """Queued segments are not loaded any more from levels that went offline, nor from one where a job was `late`:
-        they would wait for others there that may be late too. Returns loads that are done by it."""
-        changed: list[Load] = []
+    def fail_offline(self, late: bool = False) -> list[Load]:
+        """Queued segments are not loaded any more from levels that went offline; nor from a key tier that failed and
+        takes no more for now, or that was `late` with a job: they would wait, after what they have waited already, for
+        others that may be late too. Returns loads that are done by it."""
         given_up = {level for level in range(len(self.state.breakers)) if self.state.is_given_up(level)}
-        if late is not None:
-            given_up.add(late)
-        if not given_up:
-            return []
-        for load in self._queue:
-            lost = [each for each in load.segments if each.source in given_up]
+        if late or self.state.key_room() <= 0:
+            given_up.add(len(self.state.specs))
+        return self._give_up(given_up, self._queue) if given_up else []
+
+    def _give_up(self, levels: set[int], loads: Iterable[Load]) -> list[Load]:
+        changed: list[Load] = []
+        for load in loads:
+            lost = [each for each in load.segments if each.source in levels]
             for segment in lost:
                 self._drop_segment(load, segment)
             if lost:

@@ -359,6 +359,7 @@ class RemoteWrites:
             sent.overdue = True
             state.counters[self.level].overdue_jobs += 1
             self.counters.timeouts += 1
+            self.counters.write_timeouts += 1
             breaker.failed(state.now)
             self.rate.badly(sent.sent_at, state.now)
             self._failed(sent, np.ones(job.n, dtype=np.bool_), "deadline")
@@ -369,6 +370,7 @@ class RemoteWrites:
         self._release(sent)
         taken = int(message.ok.sum())
         self.counters.timeouts += message.reason == "deadline"
+        self.counters.write_timeouts += message.reason == "deadline"
         if message.reason in ("io", "deadline"):
             breaker.failed(state.now)
             self.rate.badly(sent.sent_at, state.now)

@@ -29,8 +29,8 @@ class Outcome:
     """A job whose result came, or that is overdue (0: none)."""
     ok: Bools | None = None
     """Its blocks, as far as the planner took them."""
-    late: int | None = None
-    """The key tier's level, where this is of a load or a question that it did not serve in time."""
+    late: bool = False
+    """It is of a load or a question that a key tier did not serve in time."""
 
 
 class Results:
@@ -58,7 +58,7 @@ class Results:
             return Outcome()
         if self.finds is not None and message.job in self.finds.under_way:
             self.finds.take(message)
-            return Outcome(job=message.job, late=self.finds.level if _is_late(message) else None)
+            return Outcome(job=message.job, late=_is_late(message))
         if self.remote_writes is not None and message.job in self.remote_writes.under_way:
             self.remote_writes.take(message)
             return Outcome(job=message.job)
@@ -86,7 +86,7 @@ class Results:
         elif job.kind == "store" and not flight.stale:
             self._after_store(job.dst_slots[ok])
         loads = self.loads.came_back(flight, ok)
-        return Outcome(loads, job.id, ok, job.src_level if job.symbols is not None and _is_late(result) else None)
+        return Outcome(loads, job.id, ok, job.symbols is not None and _is_late(result))
 
     @staticmethod
     def _destinations(flight: Flight) -> list[tuple[int, Slots, Bools]]:
@@ -178,7 +178,7 @@ class Results:
         ok = np.zeros(job.n, dtype=np.bool_)
         if self.finds is not None:
             self.finds.fetched(flight, ok, "deadline")
-        return Outcome(self.loads.came_back(flight, ok), job.id, ok, level if job.symbols is not None else None)
+        return Outcome(self.loads.came_back(flight, ok), job.id, ok, job.symbols is not None)
 
     def _lost_claims(self, slots: Slots) -> None:
         """Claims that could not be made. A slot that got a new life meanwhile is left alone."""

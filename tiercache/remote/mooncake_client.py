@@ -48,8 +48,8 @@ _SHARED_NBYTES = 80 << 20
 """Of memory shared with a client in another process: room for four bounce buffers."""
 _PROBE_S = 1.0
 """For the connection that shows whether a master answers."""
-_ATTENDED_S = 0.5
-"""How long a call waits for another that connects."""
+_ATTENDED_S = 3.0
+"""How long a call waits for another that connects, within its deadline."""
 _FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 5.0
 _CLOSE_S = 1.0
