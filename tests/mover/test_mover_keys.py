@@ -115,6 +115,21 @@ def test_what_is_missing_and_what_is_wrong(open_mover, inbox, memory, dram):
     assert not dram.slab[11].any() and not dram.slab[14].any(), "nothing unverified leaves the staging rows"
 
 
+def test_wrong_values_and_failed_calls_are_counted_as_those_of_a_disk_are(open_mover, inbox, memory):
+    memory.spoil(KEYS[1], 3)
+    faulty = FaultyKeyTier(memory)
+    mover = open_mover(faulty)
+    mover.submit([fetch(1)])
+    assert inbox.result(1).reason == "checksum"
+    for job, error in ((2, OSError("gone")), (3, TimeoutError("late"))):
+        faulty.raises["find"] = error
+        mover.submit([find(job)])
+        assert not inbox.result(job).ok.any()
+    mover.close(WAIT_S)
+    level = mover.stats().levels[1]
+    assert (level.checksum_failures, level.io_errors, level.removed) == (1, 2, 1)
+
+
 def test_keys_of_one_prompt_are_made_once(open_mover, inbox, memory, monkeypatch):
     made = []
     monkeypatch.setattr(keyed, "chain_keys", lambda *args: made.append(1) or chain_keys(*args))
