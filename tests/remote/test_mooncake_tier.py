@@ -418,3 +418,27 @@ def test_metrics_that_come_drop_by_drop_end_at_the_deadline() -> None:
         assert time.monotonic() - began < 5.0
         stop.set()
         thread.join(20.0)
+
+
+def test_it_connects_ahead_of_the_first_call(tier: MooncakeTier, library: FakeLibrary) -> None:
+    assert not library.clients
+    tier.connect_soon()
+    until = time.monotonic() + 10
+    while not library.clients and time.monotonic() < until:
+        time.sleep(0.005)
+    assert not tier.find(KEYS, 5.0).any()
+    assert len(library.clients) == 1, "once"
+
+
+def test_trouble_ahead_of_the_first_call_is_told_by_that(library: FakeLibrary) -> None:
+    def refuse(settings: object) -> None:
+        raise OSError("not now")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"mooncake://127.0.0.1:{server.getsockname()[1]}"
+        tier = MooncakeTier(MooncakeOptions.from_url(url), library, refuse)
+        tier.connect_soon()
+        with pytest.raises(OSError, match="not now"):
+            tier.find(KEYS, 5.0)
+        tier.close()
+    assert not library.clients

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,7 @@ _LONGEST_RETRY_S = 1.0
 _MEASURE_EVERY_S = 5.0
 _LEAST_MEASURED = 1 << 16
 _PRESSURE_S = 1.0
+_CONNECT_S = 5.0
 
 
 class MooncakeTier:
@@ -85,6 +86,15 @@ class MooncakeTier:
         self._carried: Carried | None = None
         self._measure_at = 0.0
         self._pressure: tuple[float, float | None] = (-_PRESSURE_S, None)
+
+    def connect_soon(self) -> None:
+        """See `ConnectsAhead`: a daemon thread that ends once it is connected, or could not."""
+        with suppress(RuntimeError):  # no thread can be had: the first call connects
+            threading.Thread(target=self._connect, name="mooncake-connect", daemon=True).start()
+
+    def _connect(self) -> None:
+        with suppress(OSError), self._client.using(_CONNECT_S):
+            pass
 
     def find(self, keys: Sequence[bytes], deadline_s: float) -> Bools:
         """See `KeyTier.find`. One call for up to 8,192 keys."""
