@@ -108,7 +108,7 @@ METRICS: tuple[Metric, ...] = (
         "counter",
         "Blocks that did not come, for what it brought is not what it should be",
     ),
-    Metric("remote_written_blocks", "counter", "Blocks that it took, of all ranks"),
+    Metric("remote_written_blocks", "counter", "Blocks that it took from all ranks"),
     Metric("remote_refused_blocks", "counter", "Blocks that it did not take on some rank: it is full"),
     Metric("remote_dropped_blocks", "counter", "Blocks to be written there that were not, by reason", "reason"),
     Metric("remote_waiting_blocks", "gauge", "Blocks that wait to be written there"),

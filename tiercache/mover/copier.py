@@ -151,7 +151,10 @@ class Copier:
                 good = self._keyed.read(running, rows)
                 if good.any():
                     self._into(running, 0, job.n, rows[:, : self._block_nbytes], good)
-                self._counters.add_level(running.level, removed=self._keyed.remove_wrong(running))
+                wrong, removed = int(running.bad.sum()), self._keyed.remove_wrong(running)
+                self._counters.add_level(running.level, checksum_failures=wrong, removed=removed)
+        if running.reason in ("io", "deadline"):
+            self._counters.add_level(running.level, io_errors=1)  # a call, whatever it was about
         self._keyed.look_at_tier(running)
 
     def _slots_into_staging(self, running: RunningJob, rows: Rows) -> bool:

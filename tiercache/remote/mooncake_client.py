@@ -236,6 +236,9 @@ class MooncakeClient:
         except OSError as error:
             self._why = str(error)
             raise
+        except (RuntimeError, TypeError, ValueError) as error:  # what the library's own exceptions become
+            self._why = f"Mooncake's setup raised {type(error).__name__}: {error}"
+            raise OSError(f"Mooncake at {self.options.endpoint}: {self._why}") from error
         finally:
             with self._state:
                 self._connecting = False
@@ -267,6 +270,8 @@ class MooncakeClient:
         if options.client:
             settings = (max(_SHARED_NBYTES, options.buffer_nbytes), options.buffer_nbytes, options.client)
         self._rehearse(settings)
+        if self._closed:  # meanwhile: nobody would use it, and its opening and closing hold up the process
+            raise OSError("the Mooncake client is closed")
         store = self._library.MooncakeDistributedStore()
         code = store.setup_dummy(*settings) if options.client else store.setup(*settings)
         if code:
