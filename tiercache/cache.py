@@ -315,7 +315,8 @@ class TieredKVCache(CacheLife):
     def bump_epoch(self, tag: bytes | str | None = None, timeout: float = 30.0) -> bytes:
         """The weights changed: nothing cached so far is ever found again, on any tier. Returns the new epoch.
 
-        tag: the new epoch, where instances share one; None: a random nonce. Returns once the change is durable;
+        tag: the new epoch, where instances share one; None: a random nonce. A key tier keeps what lies there under the
+        old one: a later start that gives the old one as its `epoch` setting finds it again. Returns once it is durable;
         NotDurableError where that took longer than `timeout` seconds. Loads under way end empty.
         """
         epoch = tag.encode("utf-8", "surrogatepass") if isinstance(tag, str) else os.urandom(16) if tag is None else tag
