@@ -132,6 +132,11 @@ def test_storm(seed):
     walk(seed, 150)
 
 
+def test_a_load_that_is_given_up_at_once():
+    """What the storm found: blocks left the tree while the use of their path was noted."""
+    walk(1173, 300)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_storm_long():

@@ -199,6 +199,7 @@ class Planner:
             self.uses.note(walk.path.shorten(load.blocks), max(0, prompt_blocks - load.blocks), known)
             if self.quota is not None:
                 self.quota.touched(walk.path.shorten(min(walk.blocks, load.blocks)))
+        self.loads.give_up_new(load)
         self.demotion.tend()
         return load
 

@@ -81,8 +81,6 @@ class Loads:
         if load.segments:
             self._queue.append(load)
             self.pump()
-            if state.key_room() <= 0:
-                self._give_up({len(state.specs)}, (load,))
         self._settle(load)
         return load
 
@@ -335,6 +333,12 @@ class Loads:
             given_up.add(len(self.state.specs))
         return self._give_up(given_up, self._queue) if given_up else []
 
+    def give_up_new(self, load: Load) -> None:
+        """A load that was just planned does not wait for a key tier that failed and takes no more for now. Blocks that
+        were to come from there leave the tree: what was noted of its path is noted before."""
+        if load.segments and self.state.key_room() <= 0:
+            self._give_up({len(self.state.specs)}, (load,))
+
     def _give_up(self, levels: set[int], loads: Iterable[Load]) -> list[Load]:
         changed: list[Load] = []
         for load in loads:
@@ -343,8 +347,6 @@ class Loads:
                 self._drop_segment(load, segment)
             if lost:
                 changed.append(load)
-        if not changed:
-            return []
         self._queue = deque(load for load in self._queue if load.segments)
         return [each for load in changed for each in (load, *load.joiners) if self._settle(each)]
 
