@@ -1,8 +1,9 @@
 # Everything a fresh machine needs is set up by the targets themselves: Python 3.11 or newer, make, gcc.
 PYTHON ?= python3
 VENV ?= .venv
-# Processes of the test suites.
+# Processes of the test suites; one that has no more to do takes over from another (tests of a file stay together till then).
 WORKERS ?= 2
+IN_SEVERAL = -n $(WORKERS) --dist worksteal
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -52,10 +53,10 @@ demo-vllm:
 # The gate is the share of branches; the figure that coverage itself shows mixes lines into it.
 test: $(VENV)/test.stamp
 ifdef COV
-	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term --cov-report=html --cov-report=json
+	$(BIN)/python -m pytest $(IN_SEVERAL) --cov --cov-report=term --cov-report=html --cov-report=json
 	$(BIN)/python tests/branch_coverage.py htmlcov/coverage.json 90
 else
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest $(IN_SEVERAL)
 endif
 
 # As root with apt-get; anywhere else, or where that fails, the tests that need it skip, and this says so. Never fails.
@@ -66,25 +67,27 @@ browser:
 	  || echo "*** NO CHROMIUM, AND IT COULD NOT BE INSTALLED: THE TESTS OF THE REPORT PAGE IN A BROWSER ARE SKIPPED ***" >&2
 
 test-slow: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n $(WORKERS) -m slow
+	$(BIN)/python -m pytest $(IN_SEVERAL) -m slow
 
 # vLLM lives in an environment of its own, in a cache folder that checkouts share; the package is this checkout's.
 VLLM_MARKS := vllm and not remote$(if $(SLOW),, and not slow)
 test-vllm:
 	python=$$($(PYTHON) tests/vllm/vllm_venv.py) $(if $(VLLM),&& older=$$($(PYTHON) tests/vllm/vllm_venv.py --overlay $(VLLM))) \
-	  && PYTHONPATH="$${older:+$$older:}$(CURDIR)" "$$python" -m pytest -n $(WORKERS) -m "$(VLLM_MARKS)" tests/vllm $(ARGS)
+	  && PYTHONPATH="$${older:+$$older:}$(CURDIR)" "$$python" -m pytest $(IN_SEVERAL) -m "$(VLLM_MARKS)" tests/vllm $(ARGS)
 
-# Mooncake's clients listen on every address, so all of it runs in a network of its own, which has lo alone.
+# Mooncake's clients listen on every address, so all of it runs in a network of its own, which has lo alone; what has to
+# come from outside is fetched before that. Most of these tests wait: more of them at a time than there are cores.
 REMOTE_S ?= 1200
 IN_PRIVATE := timeout -k 10 $(REMOTE_S) $(BIN)/python tests/remote_real/private_network.py
-REMOTE_PATH = exports=$$($(BIN)/python tests/remote_real/mooncake_folder.py --shell) && eval "$$exports"
+REMOTE_PATH = $(BIN)/python tests/remote_real/debian_packages.py >/dev/null \
+	  && exports=$$($(BIN)/python tests/remote_real/mooncake_folder.py --shell) && eval "$$exports"
+test-remote: WORKERS = 4
 test-remote: $(VENV)/test.stamp
-	$(BIN)/python tests/remote_real/debian_packages.py >/dev/null
-	$(REMOTE_PATH) && $(IN_PRIVATE) $(BIN)/python -m pytest -m remote tests/remote_real -n $(WORKERS) $(ARGS)
+	$(REMOTE_PATH) && $(IN_PRIVATE) $(BIN)/python -m pytest -m remote tests/remote_real $(IN_SEVERAL) $(ARGS)
 
 test-remote-vllm: $(VENV)/test.stamp
 	$(REMOTE_PATH) && python=$$($(PYTHON) tests/vllm/vllm_venv.py) \
-	  && $(IN_PRIVATE) "$$python" -m pytest -m "vllm and remote" tests/vllm $(ARGS)
+	  && $(IN_PRIVATE) "$$python" -m pytest -m "vllm and remote" tests/vllm $(IN_SEVERAL) $(ARGS)
 
 bench-remote: $(VENV)/test.stamp
 	$(REMOTE_PATH) && $(IN_PRIVATE) $(BIN)/python -m bench.remote.tier $(ARGS)

@@ -20,7 +20,7 @@ from tiercache.loaded import Memory
 from tiercache.mover import KeyTierSpec, Mover
 from tiercache.planner import Limits, Planner, RemoteLimits
 from tiercache.policy import make_policy
-from tiercache.remote.base import KeyTier
+from tiercache.remote.base import ConnectsAhead, KeyTier
 from tiercache.remote.urls import open_key_tier
 from tiercache.tiers.base import SlotTier
 from tiercache.tiers.device import open_device
@@ -213,6 +213,8 @@ def open_tiers(
         opened.specs = _specs(settings, opened.tiers, layout)
         if settings.remote is not None and isinstance(settings.remote.tier, str):
             opened.own_keys = open_key_tier(settings.remote.tier)
+            if isinstance(opened.own_keys, ConnectsAhead) and remote_enabled():
+                opened.own_keys.connect_soon()
     except BaseException:
         opened.close()
         raise

@@ -1,6 +1,7 @@
 """Jobs at a key tier, in the mover alone: keys, answers, what a careless tier costs."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -299,3 +300,75 @@ def test_a_tier_that_cannot_register_copies(open_mover, inbox, memory, dram):
     mover = open_mover(Unable(memory))
     mover.submit([fetch(1)])
     assert inbox.result(1).ok.all()
+
+
+class Told(WrappedKeyTier):
+    """Notes the deadlines that it is given; every get takes `takes_s`."""
+
+    takes_s = 0.0
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.told = []
+
+    def find(self, keys, deadline_s):
+        self.told.append(deadline_s)
+        return super().find(keys, deadline_s)
+
+    def get(self, keys, rows, deadline_s):
+        self.told.append(deadline_s)
+        time.sleep(self.takes_s)
+        return super().get(keys, rows, deadline_s)
+
+
+def test_a_tier_is_told_what_is_left(open_mover, inbox, memory):
+    """Not the time that a job had before it waited for a thread."""
+    tier = Told(memory)
+    tier.takes_s = 0.3
+    mover = open_mover(tier, threads=1)
+    mover.submit([fetch(1, deadline_s=5.0), fetch(2, deadline_s=5.0), fetch(3, deadline_s=5.0)])
+    assert all(inbox.result(job).ok.all() for job in (1, 2, 3))
+    mover.submit([find(4, deadline_s=5.0)])
+    assert inbox.result(4).ok.all()
+    assert tier.told[0] > 4.7 > tier.told[2], "two threads, one of which had a job before the third"
+    assert 4.7 < tier.told[3] <= 5.0
+
+
+class Pressed(WrappedKeyTier):
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.asked = []
+
+    def pressure(self, deadline_s):
+        self.asked.append(deadline_s)
+        time.sleep(deadline_s)
+        raise TimeoutError("nobody answers")
+
+
+def test_a_question_that_hangs_makes_no_write_late(open_mover, inbox, memory, dram):
+    """How full the tier is: asked for a part of the time, and after trouble not again at once."""
+    filled(dram)
+    tier = Pressed(memory)
+    mover = open_mover(tier)
+    for job in range(1, 4):
+        mover.submit([put(job, deadline_s=2.0)])
+        assert inbox.result(job).ok.all() and "JobOverdue" not in inbox.of(job)
+        mover.keyed._ask_at["pressure"] -= 1.5
+    assert len(tier.asked) == 1 and tier.asked[0] <= 0.5
+
+
+@pytest.mark.parametrize("verb", ["register", "unregister"])
+def test_a_tier_that_fails_over_memory_costs_no_thread(open_mover, inbox, memory, verb):
+    """Whatever it raises."""
+    tier = WrappedKeyTier(memory)
+
+    def raises(memory):
+        raise ValueError("not my kind of memory")
+
+    tier.register, tier.unregister = (lambda memory: None), (lambda memory: None)
+    setattr(tier, verb, raises)
+    mover = open_mover(tier, threads=2)
+    mover.submit([fetch(1)])
+    assert inbox.result(1).ok.all()
+    assert mover.close(WAIT_S)
+    assert mover.stats().unexpected_errors == 3

@@ -42,6 +42,8 @@ class FakeStore:
         self.crashes: list[str] = []
         self.registered: dict[int, int] = {}
         self.batches: list[tuple[str, int]] = []
+        self.shared: list[ctypes.Array[ctypes.c_char]] = []
+        self.sizes_asked = 0
 
     def setup(self, *arguments: object) -> int:
         self._library.before("setup")
@@ -52,7 +54,16 @@ class FakeStore:
         if self.running or self.closed:
             self.crashes.append(f"closed {self.closed} times before, {self.running} calls running")
         self.closed += 1
+        for each in self.shared:  # as good as unmapped
+            ctypes.memset(each, 0xEE, len(each))
         return 0
+
+    def setup_dummy(self, *arguments: object) -> int:
+        return self.setup(*arguments)
+
+    def alloc_from_mem_pool(self, nbytes: int) -> int:
+        self.shared.append(ctypes.create_string_buffer(nbytes))
+        return ctypes.addressof(self.shared[-1])
 
     def register_buffer(self, address: int, nbytes: int) -> int:
         if self._library.says.get("register"):
@@ -91,6 +102,10 @@ class FakeStore:
     def get_size(self, name: str) -> int:
         if self.closed:
             self.crashes.append("get_size after close")
+        self._library.before("size")
+        self.sizes_asked += 1
+        if "size" in self._library.says:
+            return self._library.says["size"]
         value = self._library.values.get(name)
         return -704 if value is None else len(value)
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
+from pathlib import Path
 
+import pytest
+
+from tiercache.remote import carried
 from tiercache.remote.carried import Carried, Counted, count_bytes
 
 NBYTES = 1 << 20
@@ -33,6 +37,18 @@ def test_bytes_over_tcp_are_counted() -> None:
             assert str(carried).startswith("tcp (1048576 bytes read, ")
             again = count_bytes()
             assert Carried.between(again, count_bytes(), NBYTES).way == "memory"
+
+
+def test_what_cannot_be_counted_spoils_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No /proc: nothing is seen. A number that is no socket by the time it is looked at costs no descriptor."""
+    descriptors = Path("/proc/self/fd")
+    with Path("/dev/null").open("rb") as file:
+        before = len(list(descriptors.iterdir()))
+        with pytest.raises(OSError):
+            carried._socket_at(file.fileno())
+        assert len(list(descriptors.iterdir())) == before
+    monkeypatch.setattr(carried, "_DESCRIPTORS", Path("/no/such/folder"))
+    assert count_bytes().tcp == {}
 
 
 def test_the_way_of_a_read() -> None:

@@ -32,6 +32,11 @@ def test_every_option() -> None:
     )
 
 
+def test_what_is_percent_encoded_is_decoded_once() -> None:
+    options = MooncakeOptions.from_url(" mooncake://a:1?metadata=http%3A%2F%2Fm%2Fa%252Fb\n")
+    assert options.metadata == "http://m/a%2Fb"
+
+
 def test_masters_that_etcd_elects() -> None:
     options = MooncakeOptions.from_url("mooncake://a:2379,b:2379,c:2379?ha=etcd")
     assert options.master_address == "etcd://a:2379;b:2379;c:2379"
@@ -59,6 +64,9 @@ def test_masters_that_etcd_elects() -> None:
         ("mooncake://a:1?replicas=two", "replicas", "1 to 16"),
         ("mooncake://a:1?ha=redis", "ha", "etcd"),
         ("mooncake://a:1?metrics=9003", "metrics", "host:port"),
+        ("mooncake://a..b:1", "host", "name of a host"),
+        ("mooncake://a:1?metrics=" + "x" * 64 + ":1", "metrics", "name of a host"),
+        ("mooncake://a:1?segmet=8GiB", "option", "segment?"),
     ],
 )
 def test_what_is_wrong_is_named(url: str, field: str, remedy: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -15,6 +16,7 @@ from fake_mooncake import FakeLibrary
 from tiercache.errors import ConfigError
 from tiercache.remote import mooncake_client
 from tiercache.remote.mooncake import MooncakeTier
+from tiercache.remote.mooncake_metrics import asked_share
 from tiercache.remote.mooncake_options import MooncakeOptions
 from tiercache.testing.key_tier_suite import KeyTierSuite
 
@@ -232,6 +234,20 @@ def test_one_thread_connects(tier: MooncakeTier, library: FakeLibrary) -> None:
     assert len(library.clients) == 1
 
 
+def test_a_client_whose_masters_are_elected_is_left_open_without_our_memory(master: str, library: FakeLibrary) -> None:
+    """Its close would wait for its watch of the leader, up to 30 s, and the whole process with it."""
+    tier = MooncakeTier(MooncakeOptions.from_url(f"mooncake://{master}?ha=etcd"), library, lambda settings: None)
+    memory = np.zeros((8, 50), dtype=np.uint8)
+    tier.register(memory)
+    assert tier.put(KEYS, ROWS, 5.0).all()
+    (client,) = library.clients
+    assert client.registered
+    tier.close()
+    assert (client.closed, client.registered) == (0, {})
+    with pytest.raises(OSError, match="closed"):
+        tier.find(KEYS, 5.0)
+
+
 def test_close_leaves_a_client_to_the_call_that_hangs(tier: MooncakeTier, library: FakeLibrary) -> None:
     """And to nobody else: the last call closes it."""
     assert tier.put(KEYS, ROWS, 5.0).all()
@@ -295,3 +311,134 @@ def test_options_reach_the_setup(master: str, library: FakeLibrary) -> None:
     assert tier._config.replica_num == 2
     assert tier.endpoint == master
     tier.close()
+
+
+def test_what_came_is_kept_before_its_buffer_goes(master: str, library: FakeLibrary) -> None:
+    """Shared memory goes with the client: what was read through it is in the rows before the client is closed."""
+    tier = MooncakeTier(
+        MooncakeOptions.from_url(f"mooncake://{master}?client={master}"), library, lambda settings: None
+    )
+    assert tier.put(KEYS, ROWS, 5.0).all()
+    tier.unsettled_s = 0.0
+    library.codes[NAMES[0]] = -800
+    rows = np.zeros_like(ROWS)
+    assert tier.get(KEYS, rows, 5.0).tolist() == [False] + [True] * 7
+    assert library.clients[0].closed == 1
+    assert (rows[1:] == ROWS[1:]).all()
+    tier.close()
+
+
+def test_what_cannot_be_asked_is_not_removed(tier: MooncakeTier, library: FakeLibrary) -> None:
+    """It may be being written. And where the master is gone, not every key waits for it."""
+    for name in NAMES:
+        library.values[name] = b"short"
+    library.says["size"] = -703
+    assert not tier.get(KEYS, np.zeros_like(ROWS), 5.0).any()
+    assert len(library.values) == 8 and library.clients[0].sizes_asked == 8
+    library.says["size"] = -900
+    assert not tier.get(KEYS, np.zeros_like(ROWS), 5.0).any()
+    assert library.clients[0].sizes_asked == 9
+    del library.says["size"]
+    library.before = lambda op: time.sleep(0.2) if op == "size" else None
+    began = time.monotonic()
+    tier.get(KEYS, np.zeros_like(ROWS), 0.1)
+    assert time.monotonic() - began < 1.0
+    assert tier.counts["healed"] == 1
+
+
+def test_the_time_to_connect_is_part_of_the_deadline(tier: MooncakeTier, library: FakeLibrary) -> None:
+    """One batch is tried after it, no more."""
+    keys, rows = [i.to_bytes(32, "little") for i in range(200)], np.zeros((200, 10), dtype=np.uint8)
+    library.before = lambda op: time.sleep(0.3) if op == "setup" else None
+    assert tier.put(keys, rows, 0.2).sum() == 64
+
+
+def test_a_client_that_was_closed_meanwhile_is_not_opened(master: str, library: FakeLibrary) -> None:
+    """Opening and closing one holds up the process."""
+    tier = MooncakeTier(
+        MooncakeOptions.from_url(f"mooncake://{master}"), library, lambda settings: tier._client.close(0.0)
+    )
+    with pytest.raises(OSError, match="closed"):
+        tier.find(KEYS, 1.0)
+    assert not library.clients
+
+
+def test_what_a_setup_raises_is_an_oserror(tier: MooncakeTier, library: FakeLibrary) -> None:
+    """And said again by the calls that come before the next try."""
+
+    def raises(op: str) -> None:
+        raise RuntimeError("out of file handles")
+
+    library.before = raises
+    for _ in range(2):
+        with pytest.raises(OSError, match="out of file handles"):
+            tier.find(KEYS, 1.0)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"no http at all\r\n\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz"]
+)
+def test_metrics_that_are_something_else(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An OSError, and no exception of HTTP's; a proxy of the environment is not asked."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+
+    def serve() -> None:
+        end, _ = server.accept()
+        with end:
+            end.recv(1 << 16)
+            end.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(OSError, match="does not answer as a master"):
+            asked_share(f"127.0.0.1:{server.getsockname()[1]}", 5.0)
+        thread.join(20.0)
+
+
+def test_metrics_that_come_drop_by_drop_end_at_the_deadline() -> None:
+    """Each drop within the time that a socket may wait."""
+    stop = threading.Event()
+
+    def serve() -> None:
+        end, _ = server.accept()
+        with end:
+            end.recv(1 << 16)
+            end.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            with contextlib.suppress(OSError):
+                while not stop.wait(0.05):
+                    end.sendall(b"#")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            asked_share(f"127.0.0.1:{server.getsockname()[1]}", 0.3)
+        assert time.monotonic() - began < 5.0
+        stop.set()
+        thread.join(20.0)
+
+
+def test_it_connects_ahead_of_the_first_call(tier: MooncakeTier, library: FakeLibrary) -> None:
+    assert not library.clients
+    tier.connect_soon()
+    until = time.monotonic() + 10
+    while not library.clients and time.monotonic() < until:
+        time.sleep(0.005)
+    assert not tier.find(KEYS, 5.0).any()
+    assert len(library.clients) == 1, "once"
+
+
+def test_trouble_ahead_of_the_first_call_is_told_by_that(library: FakeLibrary) -> None:
+    def refuse(settings: object) -> None:
+        raise OSError("not now")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"mooncake://127.0.0.1:{server.getsockname()[1]}"
+        tier = MooncakeTier(MooncakeOptions.from_url(url), library, refuse)
+        tier.connect_soon()
+        with pytest.raises(OSError, match="not now"):
+            tier.find(KEYS, 5.0)
+        tier.close()
+    assert not library.clients

@@ -1,7 +1,9 @@
 """The Valkey tier against a server of a few lines that answers as told; the real server has its own tests."""
 
 import hashlib
+import os
 import socket
+import ssl
 import threading
 import time
 from contextlib import suppress
@@ -13,6 +15,7 @@ pytest.importorskip("valkey", reason="the extra valkey")
 
 from tiercache.remote.urls import open_key_tier
 from tiercache.remote.valkey import ValkeyOptions, ValkeyTier
+from tiercache.remote.valkey_wire import Wire
 from tiercache.testing.key_tier_suite import KeyTierSuite
 
 KEYS = [hashlib.sha256(b"%d" % i).digest() for i in range(6)]
@@ -282,3 +285,72 @@ def test_time_to_live_goes_with_every_put(server):
     tier.put(KEYS[:2], ROWS[:2], S)
     tier.close()
     assert asked == [[b"PX", b"1500"]] * 2
+
+
+def test_close_ends_a_call_that_is_connecting(server):
+    """Its connection is not there to be interrupted yet; nothing is asked over it when it is."""
+    tier = open_key_tier(server.url + "/1")
+    asked = []
+
+    def answer(words):
+        asked.append(words[0])
+        if words[0] == b"SELECT":
+            tier._pool._closed = True  # as close() has it, before it looks for sockets
+            return b"+OK\r\n"
+        return None
+
+    server.answer = answer
+    with pytest.raises(ConnectionError, match="closed"):
+        tier.find(KEYS[:1], S)
+    assert asked == [b"SELECT"] and not tier._pool._busy
+
+
+def test_a_forked_child_takes_no_connection_from_its_parent(server, tier):
+    """Neither idle ones nor one under a call, when it closes its copy of the tier."""
+    server.waits = 0.6
+    found = []
+    thread = threading.Thread(target=lambda: found.append(tier.find(KEYS[:1], S)))
+    thread.start()
+    while not tier._pool._busy or not server.connections:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    child = os.fork()
+    if not child:
+        tier.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    thread.join(5)
+    assert len(found) == 1 and tier.connections_opened == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"ERR unknown command 'AUTH', with args beginning with: 'sesame' ",
+        b"ERR unknown command `AUTH`, with args beginning with: `sesa",
+        b"ERR what is AUTH sesame?",
+    ],
+)
+def test_a_server_that_repeats_the_password(server, text):
+    """Is not quoted with it."""
+    server.answer = lambda words: b"-%s\r\n" % text
+    tier = open_key_tier(f"redis://:sesame@127.0.0.1:{server.port}")
+    with pytest.raises(OSError, match="AUTH") as caught:
+        tier.find(KEYS[:1], S)
+    assert "sesa" not in str(caught.value)
+    tier.close()
+
+
+def test_an_interrupted_connection_stays_encrypted():
+    """Another thread may be about to send on it: it must find its socket shut, and no socket without TLS."""
+    here, there = socket.socketpair()
+    with there:
+        context = ssl.create_default_context()
+        sock = context.wrap_socket(here, server_hostname="h", do_handshake_on_connect=False)
+        wire = Wire(ValkeyOptions("h", tls=True))
+        wire.replies.attach(sock)
+        wire.interrupt()
+        assert sock._sslobj is not None
+        there.settimeout(5)
+        assert there.recv(1) == b""
+        sock.close()

@@ -6,16 +6,21 @@ As root, or as anybody where the kernel lets users have namespaces. Says so and 
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 
-_UP = 'ip link set lo up && exec "$@"'
+from debian_packages import MissingPackageError, program
 
 
 def entered() -> list[str] | None:
     """The command's first words that enter such a network here; None where that cannot be had."""
-    for words in (["unshare", "-n"], ["unshare", "-rn"]):
-        command = [*words, "--", "sh", "-c", _UP, "sh"]
+    try:
+        unshare, ip = str(program("unshare")), shlex.quote(str(program("ip")))
+    except MissingPackageError as missing:
+        raise SystemExit(f"*** {missing} ***") from None
+    for flag in ("-n", "-rn"):
+        command = [unshare, flag, "--", "sh", "-c", f'{ip} link set lo up && exec "$@"', "sh"]
         try:
             done = subprocess.run([*command, "true"], capture_output=True, timeout=20)
         except (OSError, subprocess.TimeoutExpired):

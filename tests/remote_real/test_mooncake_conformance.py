@@ -30,13 +30,19 @@ def store(mooncake_rig: Rig) -> Iterator[tuple[Master, Any]]:
     client.close()
 
 
+def opened(url: str) -> MooncakeTier:
+    """One that connects at once, in its first call: it is not opened in another process before, which is for masters
+    that hang, and takes a second or more each time."""
+    return MooncakeTier(MooncakeOptions.from_url(url), rehearse=lambda settings: None)
+
+
 @pytest.fixture
 def make_tier(store: tuple[Master, Any]) -> Callable[[], MooncakeTier]:
     master, client = store
 
     def make() -> MooncakeTier:
         client.remove_all(True)
-        return MooncakeTier(MooncakeOptions.from_url(f"mooncake://{master.address}"))
+        return opened(f"mooncake://{master.address}")
 
     return make
 
@@ -66,7 +72,7 @@ class TestMooncakeWithItsOwnMemory(KeyTierSuite):
 
         def make() -> MooncakeTier:
             client.remove_all(True)
-            return MooncakeTier(MooncakeOptions.from_url(f"mooncake://{master.address}?segment=64MiB"))
+            return opened(f"mooncake://{master.address}?segment=64MiB")
 
         return make
 
@@ -82,7 +88,7 @@ class TestMooncakeOverSharedMemory(KeyTierSuite):
 
         def make() -> MooncakeTier:
             client.remove_all(True)
-            return MooncakeTier(MooncakeOptions.from_url(f"mooncake://{master.address}?client={shared}"))
+            return opened(f"mooncake://{master.address}?client={shared}")
 
         return make
 

@@ -70,6 +70,7 @@ def test_a_full_store_refuses(mooncake_rig: Rig) -> None:
         store(mooncake_rig, "--default_kv_lease_ttl=60000", "--eviction_ratio=0.0", nbytes=16 * MIB) as (master, _),
         opened(master) as tier,
     ):
+        tier.find(keys_of(1), 10.0)  # connects
         began = time.monotonic()
         taken = tier.put(keys_of(n), values_of(n), 0.5)
         assert time.monotonic() - began < 2.0
@@ -151,6 +152,9 @@ def test_a_master_that_another_takes_over_from(mooncake_rig: Rig) -> None:
             back = np.zeros_like(values)
             eventually(lambda: bool(tier.get(keys, back, 5.0).all()), 60.0)
             assert (back == values).all()
+            began = time.monotonic()
+            tier.close()
+            assert time.monotonic() - began < 5.0, "it waits for the watch of the leader, and everybody with it"
 
 
 def test_no_master_yet(mooncake_rig: Rig) -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from rig_mooncake import MIB, Master, Rig, mooncake_rig
 
@@ -35,3 +41,14 @@ def test_a_rig_leaves_nothing_behind(mooncake_rig: Rig) -> None:
         owner = rig.owner(master, 16 * MIB)
     assert not master.alive
     assert not owner.alive
+
+
+def test_a_private_network_where_its_programs_are_not_on_the_path(tmp_path: Path) -> None:
+    """As where they were unpacked into the cache folder."""
+    for name in ("sh", "true"):
+        (tmp_path / name).symlink_to(shutil.which(name) or "")
+    script = Path(__file__).with_name("private_network.py")
+    command = [sys.executable, str(script), sys.executable, "-c", "import socket; print(*socket.if_nameindex())"]
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n") == ["(1, 'lo')", ""], done.stderr

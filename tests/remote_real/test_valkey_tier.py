@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from rig_redis import HOST, Certificates, RedisServer, free_port
 
-pytest.importorskip("valkey", reason="the extra valkey")
-
 from tiercache.remote.urls import open_key_tier
 from tiercache.testing.key_tier_suite import KeyTierSuite
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,25 @@ class Fleet:
 @pytest.fixture
 def fleet(launch: Any, tmp_path: Path) -> Fleet:
     return Fleet(launch, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def filled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an engine that is gone has put into a store: prompts 950 to 957."""
+    place = tmp_path_factory.mktemp("filled")
+    fleet = Fleet(lambda config, **more: Vllm(model, place, config, **more), place)
+    with fleet() as vllm:
+        vllm.generate(*(prompt(950 + i, N) for i in range(8)))
+        nothing_left(vllm)
+    assert fleet.written() == 8 * BLOCKS
+    return fleet.store.folder
+
+
+@pytest.fixture
+def later(fleet: Fleet, filled: Path) -> Fleet:
+    """Engines over a store that holds those; each test has its own copy."""
+    shutil.copytree(filled, fleet.store.folder, dirs_exist_ok=True)
+    return fleet
 
 
 def told(vllm: Vllm, name: str) -> float:
@@ -122,35 +142,26 @@ def test_a_producer_and_a_consumer(fleet: Fleet, reference: Any) -> None:
         assert prefill.generate(prompts[0])[0].cached == 0, "a producer loads nothing"
 
 
-def test_the_kill_switch(fleet: Fleet, reference: Any, tmp_path: Path) -> None:
-    tokens = prompt(940, N)
-    (expected,) = reference(tokens)
-    with fleet() as first:
-        first.generate(tokens)
-        first.settle()
-    assert fleet.written() == BLOCKS
+def test_the_kill_switch(later: Fleet, reference: Any, tmp_path: Path) -> None:
+    (expected,) = reference(prompt(950, N))
     seams = tmp_path / "off"
-    with fleet(environment={"TIERCACHE_REMOTE": "off"}, seams=seams) as vllm:
+    with later(environment={"TIERCACHE_REMOTE": "off"}, seams=seams) as vllm:
         assert vllm.said("TIERCACHE_REMOTE=off")
-        for seed in (940, 941):
+        for seed in (950, 941):
             (output,) = vllm.generate(prompt(seed, N))
-            assert output.cached == 0 and (output.tokens == expected or seed != 940)
+            assert output.cached == 0 and (output.tokens == expected or seed != 950)
         vllm.settle()
-    assert fleet.written() == BLOCKS and not [each for each in seams.iterdir() if "remote" in each.name]
+    assert later.written() == 8 * BLOCKS and not [each for each in seams.iterdir() if "remote" in each.name]
 
 
 @pytest.mark.parametrize("how", ["hang", "raise", "fail", "garble"])
-def test_a_store_that_fails(fleet: Fleet, reference: Any, tmp_path: Path, how: str) -> None:
+def test_a_store_that_fails(later: Fleet, reference: Any, tmp_path: Path, how: str) -> None:
     """Hits are lost, nothing else: same tokens, no request waits longer than the deadlines, and it comes back."""
     prompts = [prompt(950 + i, N) for i in range(8)]
     expected = reference(*prompts)
-    with fleet() as first:
-        first.generate(*prompts)
-        nothing_left(first)
-    assert fleet.written() == 8 * BLOCKS
     options = {"find_deadline_s": 0.3, "read_deadline_s": 0.3}
     seams = tmp_path / "seams"
-    with fleet(options=options, seams=seams) as vllm:
+    with later(options=options, seams=seams) as vllm:
         free = vllm.look_inside()["free_blocks"]
         assert vllm.generate(prompts[0])[0].cached == FULL
         ops = ("find", "get", "put") if how in ("hang", "raise") else ("get",)
@@ -180,13 +191,10 @@ def test_a_store_that_fails(fleet: Fleet, reference: Any, tmp_path: Path, how: s
         nothing_left(vllm, free)
 
 
-def test_a_reset_leaves_the_epoch_that_engines_share(fleet: Fleet, reference: Any) -> None:
-    tokens = prompt(960, N)
+def test_a_reset_leaves_the_epoch_that_engines_share(later: Fleet, reference: Any) -> None:
+    tokens = prompt(950, N)
     (expected,) = reference(tokens)
-    with fleet() as first:
-        first.generate(tokens)
-        first.settle()
-    with fleet() as second:
+    with later() as second:
         second.settle()
         assert second.ask("reset", reset_connector=True)
         assert second.said("finds nothing of others")
@@ -195,7 +203,7 @@ def test_a_reset_leaves_the_epoch_that_engines_share(fleet: Fleet, reference: An
             assert (output.tokens, output.cached) == (expected, 0)
             second.settle()
             assert second.ask("reset", reset_connector=True)
-    with fleet(epoch="v2") as third:
+    with later(epoch="v2") as third:
         assert third.generate(tokens)[0].cached == 0
 
 

@@ -23,6 +23,10 @@ _CHAINS = 16
 _NO_DEADLINE_S = 3600.0
 _ASK_AGAIN_S = 1.0
 """Between two questions about the tier itself."""
+_AFTER_TROUBLE_S = 10.0
+"""Likewise, where it could not say."""
+_SHARE = 0.25
+"""Of what is left of a write's time, that the question how full the tier is may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +79,12 @@ class KeyedJobs:
     def find(self, running: RunningJob) -> Bools:
         """Which blocks of a job the key tier says it has."""
         job = running.job
+        keys, left_s = self.keys(job), _left_s(running)
+        if left_s <= 0:
+            running.fail("deadline")
+            return np.zeros(job.n, dtype=np.bool_)
         try:
-            return _per_key(self._tier.find(self.keys(job), job.deadline_s or _NO_DEADLINE_S), job.n)
+            return _per_key(self._tier.find(keys, left_s), job.n)
         except OSError as error:
             running.fail(_reason(error))
             return np.zeros(job.n, dtype=np.bool_)
@@ -84,8 +92,12 @@ class KeyedJobs:
     def read(self, running: RunningJob, rows: Rows) -> Bools:
         """Read a job's blocks into `rows[n, value_nbytes]`; which of them came, and are the blocks asked for."""
         job = running.job
+        keys, left_s = self.keys(job), _left_s(running)
+        if left_s <= 0:
+            running.fail("deadline")
+            return np.zeros(job.n, dtype=np.bool_)
         try:
-            came = _per_key(self._tier.get(self.keys(job), rows, job.deadline_s or _NO_DEADLINE_S), job.n)
+            came = _per_key(self._tier.get(keys, rows, left_s), job.n)
         except OSError as error:
             running.fail(_reason(error))
             came = np.zeros(job.n, dtype=np.bool_)
@@ -129,13 +141,18 @@ class KeyedJobs:
             return 0
 
     def look_at_tier(self, running: RunningJob) -> None:
-        """Ask the tier about itself, at most once a second: what carries its bytes; by a write, how full it is."""
+        """Ask the tier about itself, at most once a second: what carries its bytes; by a write, how full it is, which
+        may not take what the write has left: blocks that were taken would count as late."""
         if self._transport is not None and self._is_time_for("transport"):
             self.transport = str(self._transport())
-        if running.job.kind == "write" and self._pressure is not None and self._is_time_for("pressure"):
+        if running.job.kind != "write" or self._pressure is None or (left_s := _left_s(running)) <= 0:
+            return
+        if self._is_time_for("pressure"):
             try:
-                pressure = self._pressure(max(0.0, _left_s(running)))
+                pressure = self._pressure(left_s * _SHARE)
             except OSError:
+                with self._lock:
+                    self._ask_at["pressure"] = time.monotonic() + _AFTER_TROUBLE_S
                 return
             running.pressure = None if pressure is None else float(pressure)
 

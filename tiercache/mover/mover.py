@@ -228,7 +228,7 @@ class Mover:
     def _work(self, level: int) -> None:
         queue = self._queues[level]
         staging = self._staging(level)
-        staging.prepare()
+        self._about_staging(staging.prepare)
         while (part := queue.next_part()) is not None:
             running, begin, end = part
             try:
@@ -238,7 +238,15 @@ class Mover:
             if running.end_part():
                 self._finish(running)
             del part, running  # an idle thread holds nobody's rows
-        staging.close()
+        self._about_staging(staging.close)
+
+    def _about_staging(self, step: Callable[[], None]) -> None:
+        """A tier that is told of memory may raise what it likes: the thread goes on, or the pool would have none."""
+        try:
+            step()
+        except Exception:  # noqa: BLE001  outermost frame of a worker thread
+            _log.exception("a key tier failed unexpectedly over its staging")
+            self._counters.add(unexpected_errors=1)
 
     def _staging(self, level: int) -> Staging:
         if self._keys is None or level < len(self._tiers):

@@ -30,6 +30,7 @@ from tiercache.types import Bools
 
 __all__ = [
     "KEY_NBYTES",
+    "ConnectsAhead",
     "HasEndpoint",
     "KeyTier",
     "MeasuresTransport",
@@ -79,6 +80,14 @@ class RegistersMemory(Protocol):
 
     def unregister(self, memory: NDArray[np.uint8]) -> None:
         """No call will name this memory again. Of memory that was not registered: nothing."""
+
+
+@runtime_checkable
+class ConnectsAhead(Protocol):
+    """Optional: takes long to connect, and better does so before the first call."""
+
+    def connect_soon(self) -> None:
+        """Begin to connect in the background, and return at once. Trouble is for the calls that follow to tell."""
 
 
 @runtime_checkable

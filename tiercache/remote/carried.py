@@ -18,6 +18,7 @@ __all__ = ["Carried", "Counted", "count_bytes"]
 _TCP_INFO = 11
 _RECEIVED = struct.Struct("=Q")
 _RECEIVED_AT = 128  # tcpi_bytes_received in Linux's struct tcp_info
+_DESCRIPTORS = Path("/proc/self/fd")
 _INFINIBAND = Path("/sys/class/infiniband")
 _WORD = 4  # port_rcv_data counts in words of four bytes
 
@@ -65,18 +66,32 @@ def count_bytes() -> Counted:
 
 def _tcp() -> dict[int, int]:
     received: dict[int, int] = {}
-    for entry in Path("/proc/self/fd").iterdir():
+    try:
+        entries = list(_DESCRIPTORS.iterdir())
+    except OSError:  # no /proc, or no descriptor left to read it by
+        return received
+    for entry in entries:
         with suppress(OSError):  # closed meanwhile, or no socket
             link = str(entry.readlink())
             if not link.startswith("socket:["):
                 continue
-            with socket.socket(fileno=os.dup(int(entry.name))) as end:
+            with _socket_at(int(entry.name)) as end:
                 if end.family not in (socket.AF_INET, socket.AF_INET6) or end.type != socket.SOCK_STREAM:
                     continue
                 facts = end.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
                 if len(facts) >= _RECEIVED_AT + _RECEIVED.size:
                     received[int(link[8:-1])] = _RECEIVED.unpack_from(facts, _RECEIVED_AT)[0]
     return received
+
+
+def _socket_at(descriptor: int) -> socket.socket:
+    """A second handle of a socket. OSError where there is none now."""
+    own = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=own)
+    except OSError:  # the number stands for something else by now
+        os.close(own)
+        raise
 
 
 def _rdma() -> int:

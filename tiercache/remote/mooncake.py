@@ -9,8 +9,8 @@ Rows in registered memory are read and written in place; others go through bounc
 
 from __future__ import annotations
 
+import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +36,7 @@ from tiercache.remote.mooncake_codes import (
     is_trouble,
     said,
 )
+from tiercache.remote.mooncake_metrics import asked_share
 from tiercache.remote.mooncake_options import MooncakeOptions
 from tiercache.remote.mooncake_rehearsal import rehearse
 from tiercache.types import Bools
@@ -57,7 +58,7 @@ _LONGEST_RETRY_S = 1.0
 _MEASURE_EVERY_S = 5.0
 _LEAST_MEASURED = 1 << 16
 _PRESSURE_S = 1.0
-_ALLOCATED, _CAPACITY = "master_allocated_bytes", "master_total_capacity_bytes"
+_CONNECT_S = 5.0
 
 
 class MooncakeTier:
@@ -74,6 +75,7 @@ class MooncakeTier:
         self.counts: Counter[str] = Counter()
         """Of values: `in_place`, `bounced`, `other_width`, `healed`, and those of `mooncake_codes.COUNTS`; `retries` of
         a put without room; `reopened` clients."""
+        self._counting = threading.Lock()
         self.unsettled_s = 50.0
         """A transfer that failed after so long ran into Mooncake's limit of 60 s, and may still go on."""
         library = library or load_library()
@@ -84,6 +86,15 @@ class MooncakeTier:
         self._carried: Carried | None = None
         self._measure_at = 0.0
         self._pressure: tuple[float, float | None] = (-_PRESSURE_S, None)
+
+    def connect_soon(self) -> None:
+        """See `ConnectsAhead`: a daemon thread that ends once it is connected, or could not."""
+        with suppress(RuntimeError):  # no thread can be had: the first call connects
+            threading.Thread(target=self._connect, name="mooncake-connect", daemon=True).start()
+
+    def _connect(self) -> None:
+        with suppress(OSError), self._client.using(_CONNECT_S):
+            pass
 
     def find(self, keys: Sequence[bytes], deadline_s: float) -> Bools:
         """See `KeyTier.find`. One call for up to 8,192 keys."""
@@ -103,30 +114,32 @@ class MooncakeTier:
         """See `KeyTier.get`. When it returns, nothing writes to `rows` any more."""
         names, width = _names(keys), rows.shape[1]
         codes = np.full(len(keys), NOT_TRIED, dtype=np.int64)
+        until = time.monotonic() + deadline_s
         with self._client.using(deadline_s) as store, self._measuring(codes, width):
             call = _Call(store.batch_get_into, names, rows, into=True)
-            self._in_batches(call, codes, 0, len(keys), time.monotonic() + deadline_s)
+            self._in_batches(call, codes, 0, len(keys), until)
             came: Bools = np.asarray(codes == width, dtype=np.bool_)
             if not came.all():
                 self._judge("get", codes, came)
                 other = np.flatnonzero(~came & ((codes > 0) | (codes == INVALID)))
                 if other.size and not call.closed:
-                    self._heal(store, [names[i] for i in other], width)
+                    self._heal(store, [names[i] for i in other], width, until)
         return came
 
     def put(self, keys: Sequence[bytes], rows: Values, deadline_s: float) -> Bools:
         """See `KeyTier.put`; a key that is there keeps its value, and is a True. Waits a little for room in a full
-        store."""
+        store: half of the deadline, for a full store must not look like one that hangs."""
         codes = np.full(len(keys), NOT_TRIED, dtype=np.int64)
-        until = time.monotonic() + min(deadline_s, _LONGEST_RETRY_S)
+        began = time.monotonic()
         pause_s = _FIRST_PAUSE_S
         with self._client.using(deadline_s) as store:
+            until = time.monotonic() + min(deadline_s / 2, _LONGEST_RETRY_S)
             call = _Call(store.batch_put_from, _names(keys), rows, self._config)
-            self._in_batches(call, codes, 0, len(keys), time.monotonic() + deadline_s)
+            self._in_batches(call, codes, 0, len(keys), began + deadline_s)
             while (full := np.flatnonzero(codes == NO_ROOM)).size and time.monotonic() + pause_s < until:
                 if call.closed:
                     break
-                self.counts["retries"] += 1
+                self._count("retries", 1)
                 time.sleep(pause_s)
                 pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
                 # what was taken in between is put again, which changes nothing
@@ -162,10 +175,7 @@ class MooncakeTier:
         now = time.monotonic()
         if now - at < _PRESSURE_S:
             return known
-        url = f"http://{self.options.metrics}/metrics"
-        with urllib.request.urlopen(url, timeout=max(0.01, deadline_s)) as answer:
-            text = answer.read(1 << 22).decode("utf-8", "replace")
-        self._pressure = (now, _share(text))
+        self._pressure = (now, asked_share(self.options.metrics, deadline_s))
         return self._pressure[1]
 
     def transport(self) -> str:
@@ -188,7 +198,7 @@ class MooncakeTier:
             else:
                 with self._bounces.like(call.rows[at:end], max(0.0, until - time.monotonic())) as own:
                     codes[at:end] = self._bounced(call, at, end, own)
-            self.counts["in_place" if in_place else "bounced"] += end - at
+            self._count("in_place" if in_place else "bounced", end - at)
             if call.closed or all(code in _HOPELESS for code in codes[at:end].tolist()):
                 return
             at = end
@@ -196,17 +206,16 @@ class MooncakeTier:
     def _bounced(self, call: _Call, at: int, end: int, own: Values) -> list[int]:
         if not call.into:
             own[:] = call.rows[at:end]
-        codes = self._settled(call, at, end, own)
-        if call.into:
-            call.rows[at:end] = own
-        return codes
+        return self._settled(call, at, end, own)
 
     def _settled(self, call: _Call, at: int, end: int, rows: Values) -> list[int]:
-        """One call of Mooncake's. When it returns, nothing of it touches `rows` any more."""
+        """One call of Mooncake's, through `rows`. When it returns, nothing of it touches them any more."""
         began = time.monotonic()
         codes = call(at, end, rows)
+        if call.into and rows.ctypes.data != call.rows[at:end].ctypes.data:
+            call.rows[at:end] = rows  # before the client is closed: a bounce buffer may go with it
         if TRANSFER_FAILED in codes and time.monotonic() - began >= self.unsettled_s:
-            self.counts["reopened"] += 1
+            self._count("reopened", 1)
             call.closed = True
             self._client.reopen()
         return codes
@@ -227,12 +236,25 @@ class MooncakeTier:
         elif self._carried is None:
             self._measure_at = 0.0
 
-    def _heal(self, store: Any, names: list[str], width: int) -> None:
-        """Remove what is there with another width."""
-        wrong = [name for name in names if store.get_size(name) not in (width, 0)]
+    def _heal(self, store: Any, names: list[str], width: int, until: float) -> None:
+        """Remove what is there with another width, as far as that is found out in time: each question has its own
+        wait for the master. What cannot be asked (below 0) is left alone; it may be being written."""
+        wrong: list[str] = []
+        for name in names:
+            if time.monotonic() >= until:
+                break
+            size = store.get_size(name)
+            if size in (NO_MASTER, TIMED_OUT):
+                break
+            if size > 0 and size != width:
+                wrong.append(name)
         if wrong:
-            self.counts["other_width"] += len(wrong)
-            self.counts["healed"] += sum(code == 0 for code in store.batch_remove(wrong, True))
+            self._count("other_width", len(wrong))
+            self._count("healed", sum(code == 0 for code in store.batch_remove(wrong, True)))
+
+    def _count(self, name: str, n: int) -> None:
+        with self._counting:
+            self.counts[name] += n
 
     def _judge(self, op: str, codes: Codes, good: Bools) -> None:
         """Count what went wrong. OSError where it was the store's or an owner's fault, and nothing went well."""
@@ -240,7 +262,7 @@ class MooncakeTier:
         values, times = np.unique(bad, return_counts=True)
         for code, n in zip(values.tolist(), times.tolist(), strict=True):
             if code < 0 and code != MISSING:
-                self.counts[COUNTS.get(code, "other_code")] += n
+                self._count(COUNTS.get(code, "other_code"), n)
         if not good.any() and any(is_trouble(code) for code in values.tolist()):
             raise OSError(f"{self.name}: {op} of {len(codes)} keys: {said(bad)}")
 
@@ -275,17 +297,3 @@ class _Call:
 
 def _names(keys: Sequence[bytes]) -> list[str]:
     return [_PREFIX + key.hex() for key in keys]
-
-
-def _share(metrics: str) -> float | None:
-    """How full the store is, of the master's metrics."""
-    figures: dict[str, float] = {}
-    for line in metrics.splitlines():
-        name, _, value = line.partition(" ")
-        if name in (_ALLOCATED, _CAPACITY):
-            with suppress(ValueError):
-                figures[name] = float(value)
-    capacity = figures.get(_CAPACITY, 0.0)
-    if capacity <= 0 or _ALLOCATED not in figures:
-        return None
-    return min(1.0, max(0.0, figures[_ALLOCATED] / capacity))

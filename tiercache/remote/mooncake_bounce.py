@@ -62,7 +62,7 @@ class Bounces:
                 self._made += 1
         try:
             return self._client.bounce(max(BOUNCE_NBYTES, nbytes))
-        except OSError:
+        except BaseException:
             with self._changed:
                 self._made -= 1
                 self._changed.notify()

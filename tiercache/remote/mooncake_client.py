@@ -4,8 +4,8 @@ What Mooncake's client does and does not, all seen with 0.3.13: it connects agai
 calls release the GIL and may run on several threads, all but its opening and its closing (`mooncake_rehearsal`; a close
 takes a second or two). A call after or during its close ends the process, a call in a
 forked child hangs, and a thread inside a call when the interpreter ends aborts it. Opening one where no master answers
-takes 90 s. A transfer that it gave up after 60 s may still write to its destination. All of that is kept from happening
-here.
+takes 90 s. Closing one whose masters etcd elects takes up to 30 s. A transfer that it gave up after 60 s may still
+write to its destination. All of that is kept from happening here.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class MooncakeClient:
             store = self._taken()
         _open.discard(self)
         if store is not None:
-            store.close()
+            self._end(store)
 
     def _enter(self, within_s: float) -> Any:
         with self._state:
@@ -226,7 +226,7 @@ class MooncakeClient:
             store = self._taken() if self._closed and not self._running else None
             self._state.notify_all()
         if store is not None:
-            store.close()
+            self._end(store)
 
     def _connect(self, deadline_s: float) -> Any:
         """One thread at a time; the others get an OSError when it takes long."""
@@ -236,6 +236,9 @@ class MooncakeClient:
         except OSError as error:
             self._why = str(error)
             raise
+        except (RuntimeError, TypeError, ValueError) as error:  # what the library's own exceptions become
+            self._why = f"Mooncake's setup raised {type(error).__name__}: {error}"
+            raise OSError(f"Mooncake at {self.options.endpoint}: {self._why}") from error
         finally:
             with self._state:
                 self._connecting = False
@@ -267,6 +270,8 @@ class MooncakeClient:
         if options.client:
             settings = (max(_SHARED_NBYTES, options.buffer_nbytes), options.buffer_nbytes, options.client)
         self._rehearse(settings)
+        if self._closed:  # meanwhile: nobody would use it, and its opening and closing hold up the process
+            raise OSError("the Mooncake client is closed")
         store = self._library.MooncakeDistributedStore()
         code = store.setup_dummy(*settings) if options.client else store.setup(*settings)
         if code:
@@ -277,6 +282,18 @@ class MooncakeClient:
         """The open client, now the caller's to close: no call runs. With the lock held."""
         store, self._store, self._ranges = self._store, None, ()
         return store
+
+    def _end(self, store: Any) -> None:
+        """Close it. One that has its masters elected would wait until its watch of the leader ends by itself, up to
+        30 s, and keep the GIL: that one is left open, without memory of ours, until the process ends."""
+        if not self.options.ha or self.options.client:
+            store.close()
+            return
+        with self._state:
+            memory, self._memory = self._memory, []
+        for each in memory:
+            store.unregister_buffer(_range(each)[0])
+        _left.append(store)
 
     def _abandon(self) -> None:
         """In a forked child: never touch it, not even to destroy it."""
@@ -304,6 +321,8 @@ def _register(store: Any, memory: NDArray[np.uint8]) -> bool:
 
 
 _inherited: list[Any] = []
+_left: list[Any] = []
+"""Open clients that nobody uses any more."""
 
 
 def _after_fork_in_child() -> None:

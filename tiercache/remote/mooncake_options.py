@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from tiercache.config import parse_size
 from tiercache.errors import ConfigError
 from tiercache.remote.urls import shown
+from tiercache.values import nearest
 
 __all__ = ["MooncakeOptions"]
 
@@ -47,7 +48,7 @@ class MooncakeOptions:
     def from_url(cls, url: str) -> MooncakeOptions:
         """Read `mooncake://host:port[,host:port...]?option=value&...`. Connects to nothing."""
         try:
-            parts = urlsplit(url)
+            parts = urlsplit(url.strip())
         except ValueError as error:
             raise ConfigError(_FIELD, shown(url), f"a URL that can be read is needed: {error}") from None
         if parts.scheme != "mooncake":
@@ -97,16 +98,20 @@ def _given(query: str) -> dict[str, str]:
     given: dict[str, str] = {}
     for name, value in pairs:
         if name not in _NAMES:
-            raise ConfigError(f"{_FIELD}, option", name, f"options are {', '.join(_NAMES)}")
+            raise ConfigError(f"{_FIELD}, option", name, f"options are {', '.join(_NAMES)}{nearest(name, _NAMES)}")
         if name in given:
             raise ConfigError(f"{_FIELD}, {name}", value, "each option is given once")
-        given[name] = unquote(value)
+        given[name] = value
     return given
 
 
 def _address(name: str, text: str) -> str:
     if not _ADDRESS.fullmatch(text) or not 0 < split_address(text)[1] < 1 << 16:
         raise ConfigError(f"{_FIELD}, {name}", text, "host:port is needed, such as 10.0.0.1:50051")
+    try:
+        split_address(text)[0].encode("idna")
+    except UnicodeError:
+        raise ConfigError(f"{_FIELD}, {name}", text, "this cannot be the name of a host") from None
     return text
 
 

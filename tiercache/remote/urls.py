@@ -43,6 +43,8 @@ _BACKENDS = {
 }
 SCHEMES = tuple(_BACKENDS)
 _FIELD = "Remote.tier"
+_SECRET = "(?:pass|pwd|auth|secret|token)"
+"""What is in the names of options that people give passwords in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def shown(url: object) -> Any:
     if at:
         name, colon, _ = user.partition(":")
         user = f"{name}{colon}***" if colon else user
-    return head + slashes + user + at + re.sub(r"(?i)(pass\w*=)[^&#]*", r"\1***", tail)
+    return head + slashes + user + at + re.sub(rf"(?i)({_SECRET}\w*=)[^&#]*", r"\1***", tail)
 
 
 def parse_address(url: str, options: tuple[str, ...], field: str = _FIELD) -> Address:
@@ -96,7 +98,7 @@ def parse_address(url: str, options: tuple[str, ...], field: str = _FIELD) -> Ad
     given: dict[str, str] = {}
     for key, value in pairs:
         if key not in options:
-            if "pass" in key.lower():
+            if re.search(_SECRET, key.lower()):
                 raise ConfigError(f"{field} option {key}", "***", "a password goes before the host: redis://:***@host")
             remedy = f"no such option; {', '.join(options)} are{nearest(key, options)}"
             raise ConfigError(f"{field} option {key}", value, remedy)
@@ -105,7 +107,7 @@ def parse_address(url: str, options: tuple[str, ...], field: str = _FIELD) -> Ad
         given[key] = value
     username = unquote(parts.username) if parts.username else None
     password = unquote(parts.password) if parts.password else None
-    return Address(parts.scheme, username, password, parts.hostname or "", port, unquote(parts.path), given)
+    return Address(parts.scheme, username, password, unquote(parts.hostname or ""), port, unquote(parts.path), given)
 
 
 def check_url(url: str, field: str = _FIELD) -> None:

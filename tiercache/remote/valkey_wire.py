@@ -84,6 +84,7 @@ class Wire:
     def __init__(self, options: ValkeyOptions) -> None:
         self.replies = _Parser()
         self._endpoint = options.endpoint
+        self._password = options.password
         self._connection: Any = _connection(options, self.replies)
 
     def open(self, until: float) -> None:
@@ -93,12 +94,17 @@ class Wire:
             self._connection.connect()
         except (ValkeyError, OSError, ValueError) as error:
             self.close()
-            text = str(error)
+            text = self._quotable(str(error))
             if text.startswith(_DENIED):
                 raise PermissionError(f"{self._endpoint}: {text}") from None
             if time.monotonic() >= until or isinstance(error, TimeoutError | LateError):
                 raise TimeoutError(f"{self._endpoint}: no connection in time") from None
             raise ConnectionError(f"{self._endpoint}: {text}") from None
+
+    def _quotable(self, text: str) -> str:
+        """An error without what we said: a server that knows no AUTH repeats the words of it, password included."""
+        text = text.partition(", with args beginning with")[0]
+        return text.replace(self._password, "***") if self._password else text
 
     @property
     def is_fresh(self) -> bool:
@@ -122,8 +128,8 @@ class Wire:
         """End what another thread waits for here."""
         sock = self.replies.sock
         if sock is not None:
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # not by TLS's own shutdown, after which another thread would send in the clear
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End the connection."""
@@ -200,6 +206,10 @@ class Pool:
                     raise
                 with self._lock:
                     self.opened += 1
+                    closed = self._closed
+                if closed:  # meanwhile, when there was nothing yet to interrupt
+                    self._drop([wire])
+                    raise ConnectionError(f"{self._options.endpoint}: closed")
                 return wire
             if wire.is_fresh:
                 return wire
@@ -229,7 +239,10 @@ class Pool:
             wire.close()
 
     def close(self) -> None:
-        """Close idle connections, and end the waiting of calls under way. May be called twice."""
+        """Close idle connections, and end the waiting of calls under way. May be called twice. In a forked child
+        nothing: the connections are the parent's, which would lose them."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._closed = True
             busy = list(self._busy)

@@ -207,6 +207,7 @@ class KeyTierSuite:
                     wrong.append(f"{seed}: other bytes in turn {turn}")
 
         with _closing(make_tier()) as tier:
+            tier.find(_keys(1), _DEADLINE_S)  # one that connects at its first call may refuse others meanwhile
             threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
             for thread in threads:
                 thread.start()
