@@ -81,6 +81,10 @@ REMOTE_S ?= 1200
 IN_PRIVATE := timeout -k 10 $(REMOTE_S) $(BIN)/python tests/remote_real/private_network.py
 REMOTE_PATH = $(BIN)/python tests/remote_real/debian_packages.py >/dev/null \
 	  && exports=$$($(BIN)/python tests/remote_real/mooncake_folder.py --shell) && eval "$$exports"
+# Can Debian's packages, Mooncake's wheel and a network namespace be had here?
+remote-ready: $(VENV)/test.stamp
+	$(REMOTE_PATH) && $(IN_PRIVATE) true
+
 test-remote: WORKERS = 4
 test-remote: $(VENV)/test.stamp
 	$(REMOTE_PATH) && $(IN_PRIVATE) $(BIN)/python -m pytest -m remote tests/remote_real $(IN_SEVERAL) $(ARGS)
