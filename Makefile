@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo demo-vllm bench-vllm test browser test-slow test-vllm test-remote bench-remote soak campaign planted-faults planted-faults-vllm bench bench-peers bench-report hit-ratios lint types wheel clean
+.PHONY: help demo demo-vllm bench-vllm test browser test-slow test-vllm remote-ready test-remote test-remote-vllm bench-remote soak campaign planted-faults planted-faults-vllm bench bench-peers bench-report hit-ratios lint types wheel clean
 
 help:
 	@echo "make demo       replay a real trace with real bytes through the cache, kill it midway, go on warm"
